@@ -1,0 +1,108 @@
+"""The frame around the commands: wrong options and files are answered with a message, not a traceback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from selmodel.config import did_you_mean, register_resolvers
+from selmodel.errors import UserError
+from selmodel.training.interrupt import Interrupted
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def main(task: Callable[[DictConfig], object], config_name: str) -> None:
+    """Compose ``configs/<config_name>.yaml`` with the command line's overrides and run ``task`` on it.
+
+    Exit status: 0 when done, 2 for a fault of the user's (``UserError`` and Hydra's own), 128 + signal when stopped
+    by one. Anything else is a fault of the program and keeps its traceback.
+    """
+    register_resolvers()
+    # Hydra otherwise prints its own errors and exits, with hints that do not fit here ("to append use +").
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    _quieten()
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
+    except UserError as error:
+        _fail(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error))
+    except Interrupted as error:
+        print(f"{error}; the same command goes on from there", file=sys.stderr)
+        sys.exit(128 + error.signal)
+
+
+def explain(error: Exception) -> str:
+    """Hydra's message with the name typed and a way out that works here."""
+    text = str(error)
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return _unknown_key(match[1])
+    if match := re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '([^']+)'", text):
+        group, _, choice = match[1].rpartition("/")
+        choices = group_choices(group)
+        if choices:
+            near = did_you_mean(choice, choices)
+            return f"{group}={choice}: no such choice{near} (expected one of {', '.join(choices)})"
+    lines = [line for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+    return "\n".join(lines) or type(error).__name__
+
+
+def group_choices(group: str) -> list[str]:
+    """Names that ``group=NAME`` accepts."""
+    folder = CONFIGS / group
+    names = (p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yaml"))
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def _unknown_key(key: str) -> str:
+    """The answer to an option that does not exist, from the nearest one that does."""
+    script = Path(sys.argv[0]).name
+    known = _option_names("evaluate" if script.startswith("evaluate") else "train")
+    return f"{key}: no such option{did_you_mean(key, known)} (python {script} --cfg job prints all options)"
+
+
+def _option_names(config_name: str) -> list[str]:
+    """Dotted names of all options under the groups chosen on the command line."""
+    choices = [item for item in sys.argv[1:] if (CONFIGS / item.partition("=")[0]).is_dir() and "," not in item]
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = hydra.compose(config_name, choices)
+    names: list[str] = []
+
+    def collect(node: object, path: str) -> None:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if not str(key).startswith("_"):
+                    names.append(f"{path}{key}")
+                    collect(value, f"{path}{key}.")
+
+    collect(OmegaConf.to_container(cfg, resolve=False), "")
+    return names
+
+
+def _quieten() -> None:
+    """Leave out what libraries say that a user of this program cannot act on."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*does not have enough workers.*")
+
+
+def _fail(message: str) -> None:
+    print(
+        "\n".join(f"error: {line}" if i == 0 else f"       {line}" for i, line in enumerate(message.splitlines())),
+        file=sys.stderr,
+    )
+    sys.exit(2)

@@ -1,0 +1,117 @@
+"""Checks of a composed configuration before any work, and building objects from it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from selmodel.errors import UserError
+from selmodel.naming import run_name
+
+TRAIN_KEYS = (
+    "attention", "model", "data", "tokenizer", "optim", "trainer", "logger", "callbacks", "seed", "runs_root",
+    "run_dir", "resume", "cache_dir", "micro_batch_tokens", "compile", "sample",
+)  # fmt: skip
+
+# Constructor parameters that the program fills in itself, so that no option can set them.
+_FILLED_IN = {"vocab_size", "attention", "tokenizer", "self"}
+
+
+def register_resolvers() -> None:
+    """Make ``${run_name:}`` known to Hydra; call before composing."""
+    OmegaConf.register_new_resolver(
+        "run_name", lambda: run_name(HydraConfig.get().overrides.task), replace=True, use_cache=False
+    )
+
+
+def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
+    """A suggestion for a mistyped name, as the end of a sentence; empty when nothing is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def check_keys(cfg: DictConfig, known: tuple[str, ...] = TRAIN_KEYS) -> None:
+    """Refuse options that nothing reads: unknown top-level keys, and keys that no constructor takes.
+
+    Raises:
+        UserError: with all faults at once, each with the name as typed and what was expected.
+    """
+    faults = [
+        f"{key}: no such option{did_you_mean(str(key), known)} (expected one of {', '.join(known)})"
+        for key in cfg
+        if key not in known
+    ]
+    raw = OmegaConf.to_container(cfg, resolve=False)
+    for path, node in _targets(raw):
+        faults += _unknown_arguments(path, node, raw)
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict]]:
+    """Every mapping with a ``_target_`` below ``node``, with its dotted path."""
+    if not isinstance(node, dict):
+        return
+    if "_target_" in node:
+        yield path, node
+    for key, value in node.items():
+        yield from _targets(value, f"{path}.{key}" if path else str(key))
+
+
+def _unknown_arguments(path: str, node: dict, root: dict) -> list[str]:
+    target = node["_target_"]
+    try:
+        parameters = inspect.signature(get_object(target)).parameters
+    except Exception as error:
+        return [f"{path}._target_={target}: cannot be imported ({error}); expected package.module.Class"]
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return []
+    known = [name for name in parameters if name not in _FILLED_IN]
+    shorthands = _shorthands(path, node, root)
+    return [
+        f"{path}.{key}: no such option of {target.rsplit('.', 1)[-1]}{did_you_mean(str(key), known + shorthands)} "
+        f"(expected one of {', '.join(sorted(set(known + shorthands)))})"
+        for key in node
+        if not str(key).startswith("_") and key not in known and key not in shorthands
+    ]
+
+
+def _shorthands(path: str, node: dict, root: dict) -> list[str]:
+    """Keys of a node that other values refer to, such as ``data.root`` for ``data.source.root``."""
+    referred = set(re.findall(r"\$\{([\w.]+)\}", str(root)))
+    return [key for key in node if f"{path}.{key}" in referred]
+
+
+def build(node: DictConfig, **arguments: Any) -> Any:
+    """``hydra.utils.instantiate`` of one component, whose shorthand keys are left out and faults kept readable.
+
+    Raises:
+        UserError: as the component raises it, without Hydra's wrapping.
+    """
+    target = get_object(node["_target_"])
+    parameters = inspect.signature(target).parameters
+    options = {key: node[key] for key in node if key in parameters or str(key).startswith("_")}
+    plain = OmegaConf.create({}, flags={"allow_objects": True})
+    for key, value in options.items():
+        plain[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    try:
+        return instantiate(plain, **arguments, _convert_="all")
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def plain(cfg: DictConfig) -> dict:
+    """``cfg`` with all references resolved, as plain dictionaries, lists and scalars."""
+    return OmegaConf.to_container(cfg, resolve=True)

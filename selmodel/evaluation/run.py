@@ -1,0 +1,115 @@
+"""``evaluate.py``: figures of a checkpoint, by suite."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from selmodel.config import build, check_keys, did_you_mean
+from selmodel.data import Tokenizer
+from selmodel.errors import UserError
+from selmodel.evaluation.perplexity import ValidationResult
+from selmodel.training.checkpoint import LAST, read_checkpoint
+from selmodel.training.module import LanguageModel
+from selmodel.training.resume import check_identity, load_weights
+from selmodel.training.run import build_model, build_trainer
+
+log = logging.getLogger(__name__)
+
+EVALUATE_KEYS = ("checkpoint", "suite", "output", "cache_dir", "data", "trainer")
+
+
+def evaluate(cfg: DictConfig) -> ValidationResult:
+    """Run ``cfg.suite`` (``configs/evaluate.yaml``) on ``cfg.checkpoint``, print and write the figures.
+
+    Raises:
+        UserError: for a checkpoint that is missing, damaged or of another kind, and an unknown suite.
+    """
+    check_keys(cfg, EVALUATE_KEYS)
+    if cfg.suite not in SUITES:
+        raise UserError(
+            f"suite={cfg.suite}: no such suite{did_you_mean(str(cfg.suite), list(SUITES))} "
+            f"(expected one of {', '.join(SUITES)})"
+        )
+    if cfg.checkpoint is None:
+        raise UserError("checkpoint: not given; expected checkpoint=RUN/last.ckpt or the folder of a run")
+    path = Path(cfg.checkpoint).expanduser()
+    if path.is_dir():
+        path = path / LAST
+    return SUITES[cfg.suite](cfg, path)
+
+
+def perplexity(cfg: DictConfig, path: Path) -> ValidationResult:
+    """The validation of the run, done again from its checkpoint: loss, perplexity, bits per byte, by position."""
+    checkpoint = read_checkpoint(path)
+    run, tokenizer, module = load_module(checkpoint, path, cfg)
+    source = build(run.data.source)
+    source.prepare()
+    data = build(run.data, source=source, tokenizer=tokenizer)
+    trainer = build_trainer(cfg, callbacks=[], loggers=[])
+    trainer.validate(module, datamodule=data, verbose=False)
+    result = module.validation
+    if trainer.is_global_zero:
+        output = Path(cfg.output).expanduser() if cfg.output else path.parent / "evaluation.json"
+        results = {
+            "checkpoint": path.name,
+            "step": checkpoint["selmodel"]["step"],
+            "validation": asdict(result),
+            "protocol": data.protocol(),
+            "environment": checkpoint["selmodel"]["environment"],
+        }
+        _write(output, results)
+        for line in (
+            f"{path}, step {checkpoint['selmodel']['step']}",
+            f"  validation loss      {result.loss:.4f} nats per token",
+            f"  perplexity           {result.perplexity:.2f}",
+            f"  bits per byte        {result.bits_per_byte:.4f}",
+            f"  over                 {result.sequences:,} sequences, {result.tokens:,} tokens, {result.bytes:,} bytes",
+            f"  written to           {output}",
+        ):
+            log.info(line)
+    return result
+
+
+def load_module(checkpoint: dict, path: Path, cfg: DictConfig) -> tuple[DictConfig, Tokenizer, LanguageModel]:
+    """The run's configuration, tokenizer and network, from its checkpoint alone.
+
+    Args:
+        checkpoint: as ``read_checkpoint`` returns it.
+        path: where it came from, for messages.
+        cfg: the evaluation's configuration; its ``data`` values that are not null replace the run's.
+    """
+    stored = checkpoint["selmodel"]
+    run = OmegaConf.create(stored["config"])
+    for key, value in cfg.data.items():
+        if value is None:
+            continue
+        if key not in run.data:
+            raise UserError(f"data.{key}={value}: the run's data ({run.data.source._target_}) has no such option")
+        run.data[key] = value
+        if key in run.data.source:
+            run.data.source[key] = value
+    if "cache_dir" in run.data.source:
+        run.data.source.cache_dir = cfg.cache_dir
+    tokenizer = Tokenizer.from_state(stored["tokenizer"])
+    model = build_model(run, tokenizer)
+    check_identity(checkpoint, {"architecture": model.options(), "tokenizer": stored["tokenizer"]}, path)
+    module = LanguageModel(model, build(run.optim))
+    load_weights(checkpoint, module)
+    return run, tokenizer, module
+
+
+def _write(path: Path, results: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(results, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+SUITES: dict[str, Callable[[DictConfig, Path], ValidationResult]] = {"perplexity": perplexity}

@@ -1,0 +1,47 @@
+"""Stable names for runs: the same settings give the same directory, on any day and any machine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+# Options that do not change what a run computes; a run keeps its directory when they change.
+_WITHOUT_EFFECT = (
+    "resume",
+    "run_dir",
+    "runs_root",
+    "cache_dir",
+    "logger",
+    "callbacks",
+    "sample",
+    "trainer",
+    "data.workers",
+    "hydra",
+)
+# Exceptions to the above: these do change what a run computes.
+_WITH_EFFECT = ("trainer.max_steps", "trainer.precision")
+_LONGEST = 120  # characters; file systems allow 255 bytes, and checkpoint names and sweeps want room
+
+
+def run_name(overrides: Iterable[str]) -> str:
+    """Directory name of a run from the overrides typed, in sorted order.
+
+    ``["model.depth=4", "attention=selective"]`` gives ``attention=selective,model.depth=4``. Characters that are
+    awkward in file names become ``-``, and a name that would grow too long is cut and closed by a hash of the whole;
+    a name in which a character was replaced carries the hash too, so that different settings never share a directory.
+    """
+    kept = sorted({item for item in overrides if _has_effect(item)})
+    name = ",".join(kept) or "default"
+    safe = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", name).strip("-.")
+    if safe == name and len(safe) <= _LONGEST:
+        return safe
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{safe[: _LONGEST - 9].rstrip('-,.')}-{digest}"
+
+
+def _has_effect(override: str) -> bool:
+    key = override.lstrip("+~").split("=", 1)[0].split("@", 1)[0].replace("/", ".")
+    if any(key == name or key.startswith(f"{name}.") for name in _WITH_EFFECT):
+        return True
+    return not any(key == name or key.startswith(f"{name}.") for name in _WITHOUT_EFFECT)

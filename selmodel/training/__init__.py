@@ -1,0 +1,1 @@
+"""Training: the LightningModule, optimizer, callbacks, checkpoints and loggers."""

@@ -1,0 +1,129 @@
+"""Where a run goes on from, and whether it may."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from selmodel.errors import UserError
+from selmodel.training.checkpoint import LAST, read_checkpoint
+
+log = logging.getLogger(__name__)
+
+# Settings a resumed run may have changed; everything else in these groups must stand as it was.
+_FREE = (
+    "runs_root",
+    "run_dir",
+    "resume",
+    "cache_dir",
+    "logger",
+    "callbacks",
+    "sample",
+    "compile",
+    "trainer",
+    "data.workers",
+)
+
+
+def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
+    """The checkpoint that ``resume`` asks for.
+
+    Args:
+        run_dir: the run's directory.
+        resume: ``auto`` for ``run_dir/last.ckpt`` when it exists, ``never``, or a checkpoint's path.
+
+    Raises:
+        UserError: ``never`` in a directory that holds a run, or a path that does not exist.
+    """
+    last = run_dir / LAST
+    if resume == "auto":
+        return last if last.exists() else None
+    if resume == "never":
+        if last.exists() or (run_dir / "train.csv").exists():
+            raise UserError(
+                f"resume=never: {run_dir} already holds a run, which would be overwritten; "
+                "choose another run_dir=..., remove that folder, or go on with resume=auto"
+            )
+        return None
+    path = Path(resume).expanduser()
+    if path.is_dir():
+        path = path / LAST
+    if not path.is_file():
+        raise UserError(
+            f"resume={resume}: no such file; expected auto, never, or the path of a checkpoint (RUN/{LAST})"
+        )
+    return path
+
+
+def check_identity(checkpoint: dict, identity: dict, path: Path) -> None:
+    """Refuse to go on from a checkpoint of another model or tokenizer.
+
+    Args:
+        checkpoint: as ``read_checkpoint`` returns it.
+        identity: of the present run, as stored under ``selmodel`` in its own checkpoints.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        UserError: naming each difference in architecture or tokenizer, with both values.
+    """
+    stored = checkpoint["selmodel"]
+    faults = [f"model: {difference}" for difference in differences(stored["architecture"], identity["architecture"])]
+    if stored["tokenizer"]["hash"] != identity["tokenizer"]["hash"]:
+        faults.append(
+            f"tokenizer: {_short(stored['tokenizer'])} in the checkpoint, {_short(identity['tokenizer'])} now"
+        )
+    if faults:
+        raise UserError(
+            f"resume: {path} is of another run:\n  " + "\n  ".join(faults) + "\n"
+            "Use the settings it was trained with, or another run_dir=... for a new run"
+        )
+
+
+def _short(tokenizer: dict) -> str:
+    return f"{tokenizer['kind']} {tokenizer['hash'][:12]}"
+
+
+def differences(old: Any, new: Any, name: str = "") -> list[str]:
+    """Where two plain values differ, one line each: ``n_heads: 4 in the checkpoint, 8 now``."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for key in [*old, *(key for key in new if key not in old)]:
+            inner = f"{name}.{key}" if name else str(key)
+            found += differences(old.get(key, "absent"), new.get(key, "absent"), inner)
+        return found
+    same = list(old) == list(new) if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) else old == new
+    return [] if same else [f"{name}: {old} in the checkpoint, {new} now"]
+
+
+def changed_settings(stored: dict, current: dict) -> list[str]:
+    """Settings that differ between the checkpoint's configuration and the present one, except the free ones."""
+    return [
+        line
+        for line in differences(stored, current)
+        if not any(line.startswith((f"{free}:", f"{free}.")) for free in _FREE)
+    ]
+
+
+def load_weights(checkpoint: dict, module) -> None:
+    """Load the network's weights, all of them, into a ``LanguageModel``.
+
+    Raises:
+        UserError: when a name is missing or not expected.
+    """
+    missing, unexpected = module.load_state_dict(checkpoint["state_dict"], strict=False)
+    if missing or unexpected:
+        raise UserError(
+            f"checkpoint: its weights do not fit the model: missing {sorted(missing)[:5]}, not expected "
+            f"{sorted(unexpected)[:5]}"
+        )
+
+
+__all__ = [
+    "changed_settings",
+    "check_identity",
+    "differences",
+    "find_checkpoint",
+    "load_weights",
+    "read_checkpoint",
+]
