@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import re
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,7 +38,7 @@ def main(task: Callable[[DictConfig], object], config_name: str) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     _quieten()
     try:
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(task)()
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(_job(task))()
     except UserError as error:
         _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
@@ -44,13 +48,38 @@ def main(task: Callable[[DictConfig], object], config_name: str) -> None:
         sys.exit(128 + error.signal)
 
 
+def _job(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
+    """``task`` for Hydra to run: a wrong option ends a single run here, before Hydra adds lines of its own."""
+
+    @functools.wraps(task)
+    def run(cfg: DictConfig) -> object:
+        try:
+            return task(cfg)
+        except UserError as error:
+            _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            _fail(str(error))
+
+    return run
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Remove the directory that Hydra made for a run that then did not start."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
 def explain(error: Exception) -> str:
     """Hydra's message with the name typed and a way out that works here."""
     text = str(error)
     if match := re.search(r"Could not override '([^']+)'", text):
         return _unknown_key(match[1])
-    if match := re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '([^']+)'", text):
-        group, _, choice = match[1].rpartition("/")
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: not an option=value that can be read ({text.splitlines()[0]})"
+    if match := re.search(r"Could not (?:find|load) '([^']+)'", text):
+        # Experiments lie in folders of their group, so the group is the first part that is one.
+        group, _, choice = match[1].partition("/")
         choices = group_choices(group)
         if choices:
             near = did_you_mean(choice, choices)

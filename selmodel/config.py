@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import types
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +23,12 @@ TRAIN_KEYS = (
 )  # fmt: skip
 
 # Constructor parameters that the program fills in itself, so that no option can set them.
-_FILLED_IN = {"vocab_size", "attention", "tokenizer", "self"}
+_FILLED_IN = {
+    "attention": ("d_model", "n_heads", "head_dim", "n_kv_heads"),
+    "model": ("vocab_size", "attention"),
+    "data": ("tokenizer",),
+    "logger.wandb": ("directory", "config"),
+}
 
 
 def register_resolvers() -> None:
@@ -37,8 +44,8 @@ def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def check_keys(cfg: DictConfig, known: tuple[str, ...] = TRAIN_KEYS) -> None:
-    """Refuse options that nothing reads: unknown top-level keys, and keys that no constructor takes.
+def check_options(cfg: DictConfig, known: tuple[str, ...] = TRAIN_KEYS) -> None:
+    """Refuse options that nothing reads, and values of a type that their constructor does not take.
 
     Raises:
         UserError: with all faults at once, each with the name as typed and what was expected.
@@ -50,7 +57,7 @@ def check_keys(cfg: DictConfig, known: tuple[str, ...] = TRAIN_KEYS) -> None:
     ]
     raw = OmegaConf.to_container(cfg, resolve=False)
     for path, node in _targets(raw):
-        faults += _unknown_arguments(path, node, raw)
+        faults += _unknown_arguments(path, node, raw) or _wrong_types(path, OmegaConf.select(cfg, path))
     if faults:
         raise UserError("\n".join(faults))
 
@@ -73,7 +80,7 @@ def _unknown_arguments(path: str, node: dict, root: dict) -> list[str]:
         return [f"{path}._target_={target}: cannot be imported ({error}); expected package.module.Class"]
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return []
-    known = [name for name in parameters if name not in _FILLED_IN]
+    known = [name for name in parameters if name not in _FILLED_IN.get(path, ())]
     shorthands = _shorthands(path, node, root)
     return [
         f"{path}.{key}: no such option of {target.rsplit('.', 1)[-1]}{did_you_mean(str(key), known + shorthands)} "
@@ -81,6 +88,41 @@ def _unknown_arguments(path: str, node: dict, root: dict) -> list[str]:
         for key in node
         if not str(key).startswith("_") and key not in known and key not in shorthands
     ]
+
+
+def _wrong_types(path: str, node: DictConfig) -> list[str]:
+    """Scalars of another type than the constructor's annotation names, such as a word where a number belongs."""
+    target = get_object(node["_target_"])
+    try:
+        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, AttributeError):  # an annotation that exists for type checkers only
+        return []
+    faults = []
+    for key in node:
+        wanted = _scalar_types(hints.get(str(key)))
+        if not wanted or str(key).startswith("_") or OmegaConf.is_missing(node, key):
+            continue
+        value = node[key]
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if type(value) not in wanted and not (is_int and float in wanted):
+            names = " or ".join(sorted(_TYPE_NAMES[one] for one in wanted))
+            faults.append(f"{path}.{key}={value}: expected {names}")
+    return faults
+
+
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+}
+
+
+def _scalar_types(hint: Any) -> set[type]:
+    """The types that a scalar annotation allows; empty when it names anything but scalars."""
+    allowed = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+    return allowed if allowed <= set(_TYPE_NAMES) else set()
 
 
 def _shorthands(path: str, node: dict, root: dict) -> list[str]:

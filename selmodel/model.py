@@ -164,15 +164,15 @@ class Transformer(nn.Module):
         parameter of another name, which a kind of attention has added, keeps its constructor's value.
         seed None: a seed from PyTorch's global generator.
         """
-        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         for name, parameter in self.named_parameters():
             layer = name.split(".")[-2]
             if "norm" in layer:
                 parameter.fill_(1.0)
             elif (std := self._init_std(layer)) is not None:
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * std)
 
     def _init_std(self, layer: str) -> float | None:
         if layer in ("wo", "down"):

@@ -27,17 +27,21 @@ _LONGEST = 120  # characters; file systems allow 255 bytes, and checkpoint names
 def run_name(overrides: Iterable[str]) -> str:
     """Directory name of a run from the overrides typed, in sorted order.
 
-    ``["model.depth=4", "attention=selective"]`` gives ``attention=selective,model.depth=4``. Characters that are
-    awkward in file names become ``-``, and a name that would grow too long is cut and closed by a hash of the whole;
-    a name in which a character was replaced carries the hash too, so that different settings never share a directory.
+    ``["model.depth=4", "attention=selective"]`` gives ``attention-selective+model.depth-4``: characters that need no
+    quotes in a shell or on this program's command line. Others become ``-``, of a path only the last part is kept, and
+    a name that would grow too long is cut. A name that lost something this way ends with a hash of the whole, so that
+    different settings never share a directory.
     """
     kept = sorted({item for item in overrides if _has_effect(item)})
-    name = ",".join(kept) or "default"
-    safe = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", name).strip("-.")
-    if safe == name and len(safe) <= _LONGEST:
-        return safe
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{safe[: _LONGEST - 9].rstrip('-,.')}-{digest}"
+    if not kept:
+        return "default"
+    parts = [re.sub(r"=.*/(?=[^/])", "=", item).split("=", 1) for item in kept]
+    name = "+".join("-".join(re.sub(r"[^A-Za-z0-9_.-]+", "-", part).strip("-") for part in item) for item in parts)
+    unchanged = all(re.fullmatch(r"[\w./@]+=[A-Za-z0-9_.][A-Za-z0-9_.-]*", item) and "/" not in item for item in kept)
+    if unchanged and len(name) <= _LONGEST:
+        return name
+    digest = hashlib.sha256(",".join(kept).encode()).hexdigest()[:8]
+    return f"{name[: _LONGEST - 9].rstrip('-+.')}-{digest}"
 
 
 def _has_effect(override: str) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from selmodel.config import build, check_keys, did_you_mean
-from selmodel.data import Tokenizer
+from selmodel.config import build, check_options, did_you_mean
+from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.training.checkpoint import LAST, read_checkpoint
@@ -31,7 +31,7 @@ def evaluate(cfg: DictConfig) -> ValidationResult:
     Raises:
         UserError: for a checkpoint that is missing, damaged or of another kind, and an unknown suite.
     """
-    check_keys(cfg, EVALUATE_KEYS)
+    check_options(cfg, EVALUATE_KEYS)
     if cfg.suite not in SUITES:
         raise UserError(
             f"suite={cfg.suite}: no such suite{did_you_mean(str(cfg.suite), list(SUITES))} "

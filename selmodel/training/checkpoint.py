@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options: Any = None) -> None:
         path = Path(path)
+        _check_plain(checkpoint)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
@@ -53,6 +55,23 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
+
+
+def _check_plain(value: Any, path: str = "checkpoint") -> None:
+    """Refuse what ``weights_only=True`` would refuse to load, while the run can still be saved otherwise.
+
+    Exact types: a subclass (``TorchVersion`` of ``str``, ``OrderedDict`` excepted, which torch allows) would not load.
+    """
+    if type(value) in (dict, OrderedDict):
+        for key, inner in value.items():
+            if type(key) not in (str, int):
+                raise TypeError(f"{path}: key {key!r} of type {type(key).__name__} cannot go into a checkpoint")
+            _check_plain(inner, f"{path}.{key}")
+    elif type(value) in (list, tuple):
+        for index, inner in enumerate(value):
+            _check_plain(inner, f"{path}[{index}]")
+    elif not isinstance(value, torch.Tensor) and type(value) not in (str, int, float, bool, bytes, type(None)):
+        raise TypeError(f"{path}: a {type(value).__module__}.{type(value).__name__} cannot go into a checkpoint")
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict:

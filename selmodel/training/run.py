@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 import selmodel
-from selmodel.config import build, check_keys, plain
-from selmodel.data import DataModule, Tokenizer
+from selmodel.config import build, check_options, plain
+from selmodel.data.datamodule import DataModule
+from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.inference.generation import generate
@@ -42,7 +45,7 @@ def train(cfg: DictConfig) -> ValidationResult | None:
         UserError: for every fault of configuration, data or checkpoint that the user can mend, before any training.
         Interrupted: when stopped by a signal; the state is saved.
     """
-    check_keys(cfg)
+    check_config(cfg)
     run_dir = _run_dir(cfg)
     resume_from = find_checkpoint(run_dir, str(cfg.resume))
     checkpoint = read_checkpoint(resume_from) if resume_from else None
@@ -76,16 +79,63 @@ def train(cfg: DictConfig) -> ValidationResult | None:
         if trainer.is_global_zero and resume_from == run_dir / LAST:
             metrics.rewind(step)
         log.info("resuming from %s at step %d", resume_from, step)
-    if trainer.is_global_zero:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _log_to_file(run_dir)
-        _write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(identity["config"])))
-        _announce(run_dir, module, data, tokenizer, cfg)
-
-    started = time.monotonic()
-    trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
-    _report(cfg, run_dir, module, tokenizer, identity, trainer, time.monotonic() - started)
+    with _log_file(run_dir / "train.log") if trainer.is_global_zero else contextlib.nullcontext():
+        if trainer.is_global_zero:
+            _write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(identity["config"])))
+            _announce(run_dir, module, data, tokenizer, cfg)
+        started = time.monotonic()
+        trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+        _report(cfg, run_dir, module, tokenizer, identity, trainer, time.monotonic() - started)
     return module.validation
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Everything that can be known to be wrong before a file is read, all faults in one message.
+
+    Raises:
+        UserError: with every fault found.
+    """
+    check_options(cfg)
+    vocab_size = cfg.tokenizer.get("vocab_size") or 2
+    checks = (
+        lambda: check_trainer(plain(cfg.trainer)),
+        lambda: build(cfg.optim),
+        lambda: _check_model(cfg, vocab_size),
+        lambda: build(cfg.data, source=None, tokenizer=None),
+        lambda: build(cfg.data.source),
+        lambda: build(cfg.tokenizer),
+    )
+    faults = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            faults.append(str(error))
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def _check_model(cfg: DictConfig, vocab_size: int) -> None:
+    with torch.device("meta"):  # no memory, no initial values
+        build(cfg.model, attention=build(cfg.attention), vocab_size=vocab_size)
+
+
+def check_trainer(options: dict) -> None:
+    """Refuse trainer options that would silently do nothing here, or count something other than optimizer steps."""
+    faults = []
+    for name, instead in (
+        ("accumulate_grad_batches", "micro_batch_tokens cuts the batch into passes that fit"),
+        ("gradient_clip_val", "set optim.gradient_clip"),
+        ("max_epochs", "set trainer.max_steps"),
+    ):
+        if name in options:
+            faults.append(f"trainer.{name}={options[name]}: not used here; {instead}")
+    for name in ("max_steps", "val_check_interval", "log_every_n_steps"):
+        value = options.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            faults.append(f"trainer.{name}={value}: must be a whole number of optimizer steps, at least 1")
+    if faults:
+        raise UserError("\n".join(faults))
 
 
 def build_data(cfg: DictConfig) -> tuple[Tokenizer, DataModule]:
@@ -108,20 +158,6 @@ def build_trainer(cfg: DictConfig, *, callbacks: list, loggers: list) -> L.Train
     options = plain(cfg.trainer)
     if options.get("precision") == "auto":
         options["precision"] = _best_precision(options.get("accelerator", "auto"))
-    for name, instead in (
-        ("accumulate_grad_batches", "micro_batch_tokens cuts the batch into passes that fit"),
-        ("gradient_clip_val", "set optim.gradient_clip"),
-        ("max_epochs", "set trainer.max_steps"),
-    ):
-        if name in options:
-            raise UserError(f"trainer.{name}={options[name]}: not used here; {instead}")
-    if not isinstance(options.get("max_steps"), int) or options["max_steps"] < 1:
-        raise UserError(f"trainer.max_steps={options.get('max_steps')}: must be a whole number of at least 1")
-    if not isinstance(options.get("val_check_interval"), int) or options["val_check_interval"] < 1:
-        raise UserError(
-            f"trainer.val_check_interval={options.get('val_check_interval')}: must be a whole number of "
-            "optimizer steps, at least 1"
-        )
     options |= {
         "max_epochs": -1,  # the training stream has no end
         "check_val_every_n_epoch": None,  # steps alone count
@@ -161,7 +197,7 @@ def _identity(cfg: DictConfig, model, tokenizer: Tokenizer, data: DataModule) ->
             "selmodel": selmodel.__version__,
             "git_commit": git_commit(),
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a subclass of str otherwise
             "lightning": L.__version__,
         },
     }
@@ -188,10 +224,18 @@ def _wandb(cfg: DictConfig, run_dir: Path, identity: dict) -> list:
     return [build(cfg.logger.wandb, directory=run_dir, config=identity["config"])]
 
 
-def _log_to_file(run_dir: Path) -> None:
-    handler = logging.FileHandler(run_dir / "train.log")
+@contextlib.contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """What is logged meanwhile goes into ``path`` too, after what an earlier start left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] %(message)s"))
     logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -248,14 +292,13 @@ def _report(
     if cfg.sample.prompt is not None:
         lines += ["", "a sample:", _sample(cfg, module, tokenizer), ""]
     lines += [
-        f"  checkpoints   {run_dir / LAST}",
-        f"                {run_dir / BEST}",
-        f"  metrics       {run_dir / 'train.csv'}",
-        f"                {run_dir / 'validation.csv'}",
-        f"  results       {run_dir / 'results.json'}",
-        f"  config        {run_dir / 'config.yaml'}",
+        f"in {run_dir}:",
+        f"  {LAST}, {BEST}            checkpoints",
+        "  train.csv, validation.csv    metrics by step",
+        "  results.json                 the figures above, and how they were measured",
+        "  config.yaml                  the resolved configuration",
         "",
-        f"evaluate: python evaluate.py checkpoint={run_dir / LAST}",
+        f"next: python evaluate.py 'checkpoint={run_dir / LAST}'",
     ]
     for line in "\n".join(lines).splitlines():
         log.info(line)

@@ -1,0 +1,77 @@
+"""The kernels of selective attention: one signature, chosen once, announced in the log.
+
+    selective_attention(q, k, v, *, selection_head=0, document_ids=None, memory_tau=None) -> (out, memory)
+
+q [b, h, n, d]; k, v [b, h_kv, n, d] with h a multiple of h_kv (query head h uses key head h // (h / h_kv));
+one floating type and one device. selection_head: a query head; it reads the keys of its own group.
+document_ids [b, n], integer: documents are adjacent, and none attends to or masks another. memory_tau: ask
+for the memory term. Returns out [b, h, n, d] in the type of q, and memory [b, n], the M of
+`selmodel.attention.selection.memory_term` in float32 (float64 for float64 inputs), or None.
+
+A kernel is a module with that function, a row in `KERNELS`, and a line in `_choose`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selmodel.attention.kernels import eager
+from selmodel.errors import UserError
+
+log = logging.getLogger(__name__)
+
+KernelFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+KERNELS: dict[str, KernelFunction] = {"eager": eager.selective_attention}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A chosen kernel: its name, the function with the signature above, and why it was chosen."""
+
+    name: str
+    function: KernelFunction
+    reason: str
+
+
+def resolve_kernel(name: str, device: torch.device | str) -> Kernel:
+    """The kernel called `name`, or for "auto" the best one for `device`.
+
+    The first choice for a name and kind of device writes one log line; later calls return the same object.
+    Raises UserError for an unknown name.
+    """
+    if name != "auto" and name not in KERNELS:
+        choices = ", ".join(["auto", *KERNELS])
+        raise UserError(f"attention.kernel={name}: no such kernel; choose one of {choices}")
+    return _choose(name, torch.device(device).type)
+
+
+@functools.cache
+def _choose(name: str, device_type: str) -> Kernel:
+    if name == "auto":
+        name, reason = "eager", f"the only kernel built so far, on {device_type}"
+    else:
+        reason = f"asked for by attention.kernel, on {device_type}"
+    log.info("selective attention: %s (%s)", name, reason)
+    return Kernel(name, KERNELS[name], reason)
+
+
+def selective_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    selection_head: int = 0,
+    document_ids: Tensor | None = None,
+    memory_tau: float | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Selective attention by the kernel named, with the signature described at the top of this module."""
+    function = resolve_kernel(kernel, q.device).function
+    return function(q, k, v, selection_head=selection_head, document_ids=document_ids, memory_tau=memory_tau)

@@ -1,0 +1,1 @@
+"""Text corpora, tokenizers and the streams that turn both into batches."""

@@ -1,0 +1,133 @@
+"""A stopped and resumed run must be the uninterrupted run, to the last bit on the CPU."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+
+import pytest
+import torch
+
+from selmodel.errors import UserError
+from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.resume import differences, find_checkpoint
+from selmodel.training.run import train
+
+
+def column(path, name):
+    """{step: value as written} of one column of a metrics file; the text keeps every bit of a float64."""
+    with path.open(newline="") as file:
+        return {int(row["step"]): row[name] for row in csv.DictReader(file)}
+
+
+STOPS = {
+    "between validations": (30, "trainer.val_check_interval=7"),
+    "at a validation": (30, "trainer.val_check_interval=10"),
+    "one step after a validation": (31, "trainer.val_check_interval=10"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", STOPS, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize("attention", ["standard", "selective"])
+def test_stop_and_resume_equals_uninterrupted(tmp_path, tiny, stop, attention):
+    step, interval = STOPS[stop]
+    common = (
+        f"attention={attention}",
+        interval,
+        "trainer.max_steps=60",
+        "optim.schedule_steps=60",
+        "callbacks.checkpoint.every_n_steps=100",
+        "micro_batch_tokens=96",  # three passes per step, the last one short
+    )
+    train(tiny(tmp_path / "whole", *common))
+    train(tiny(tmp_path / "parts", *common, f"trainer.max_steps={step}"))
+    train(tiny(tmp_path / "parts", *common))
+
+    for name, key in (("train.csv", "train/loss"), ("train.csv", "train/grad_norm"), ("train.csv", "train/tokens")):
+        assert column(tmp_path / "parts" / name, key) == column(tmp_path / "whole" / name, key)
+        assert list(column(tmp_path / "parts" / name, key)) == list(range(1, 61))
+    whole, parts = (column(tmp_path / run / "validation.csv", "val/loss") for run in ("whole", "parts"))
+    # The stopped run has validated once more, where it stopped.
+    assert {s: loss for s, loss in parts.items() if s in whole} == whole
+    assert set(parts) - set(whole) <= {step}
+    end_whole, end_parts = (read_checkpoint(tmp_path / run / "last.ckpt") for run in ("whole", "parts"))
+    for name, value in end_whole["state_dict"].items():
+        assert torch.equal(value, end_parts["state_dict"][name]), name
+    assert end_parts["selmodel"]["step"] == 60
+
+
+@pytest.mark.slow
+def test_a_run_killed_after_its_checkpoint_goes_on_from_there(tmp_path, tiny):
+    """Steps trained and logged after the last checkpoint are done again, and their rows are not there twice."""
+    common = ("trainer.max_steps=20", "callbacks.checkpoint.every_n_steps=6", "trainer.val_check_interval=4")
+    train(tiny(tmp_path / "whole", *common))
+    train(tiny(tmp_path / "parts", *common, "trainer.max_steps=6", "optim.schedule_steps=20"))
+    at_six = tmp_path / "six.ckpt"
+    shutil.copy(tmp_path / "parts" / "last.ckpt", at_six)
+    train(tiny(tmp_path / "parts", *common, "trainer.max_steps=11", "optim.schedule_steps=20"))
+    shutil.copy(at_six, tmp_path / "parts" / "last.ckpt")  # as if killed at step 11
+    train(tiny(tmp_path / "parts", *common))
+    assert column(tmp_path / "parts" / "train.csv", "train/loss") == column(tmp_path / "whole" / "train.csv", "train/loss")
+    assert list(column(tmp_path / "parts" / "train.overtaken.csv", "train/loss")) == [7, 8, 9, 10, 11]
+
+
+def test_every_validation_after_a_resume_runs_all_its_batches(tmp_path, tiny):
+    common = ("trainer.val_check_interval=2", "trainer.max_steps=6", "data.validation_batch_size=3")
+    train(tiny(tmp_path / "run", *common, "trainer.max_steps=4"))
+    train(tiny(tmp_path / "run", *common))
+    # ten sequences of 32 targets, every time
+    assert set(column(tmp_path / "run" / "validation.csv", "val/tokens").values()) == {"320"}
+
+
+def test_a_finished_run_is_left_alone(tmp_path, tiny, caplog):
+    train(tiny(tmp_path / "run", "trainer.max_steps=2"))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    caplog.set_level("INFO")
+    assert train(tiny(tmp_path / "run", "trainer.max_steps=2")) is None
+    assert "finished" in caplog.text
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_another_architecture_is_refused_by_name(tmp_path, tiny):
+    train(tiny(tmp_path / "run", "trainer.max_steps=1"))
+    before = (tmp_path / "run" / "last.ckpt").read_bytes()
+    with pytest.raises(UserError) as error:
+        train(tiny(tmp_path / "run", "trainer.max_steps=2", "model.n_heads=4", "attention=standard"))
+    assert "n_heads: 2 in the checkpoint, 4 now" in str(error.value)
+    assert "attention.kind: SelectiveAttention in the checkpoint, StandardAttention now" in str(error.value)
+    assert (tmp_path / "run" / "last.ckpt").read_bytes() == before
+
+
+def test_another_tokenizer_is_refused(tmp_path, tiny):
+    train(tiny(tmp_path / "run", "trainer.max_steps=1"))
+    with pytest.raises(UserError, match="tokenizer: sentencepiece"):
+        train(tiny(tmp_path / "run", "trainer.max_steps=2", "tokenizer.seed=1", "tokenizer.sample_bytes=20000"))
+
+
+def test_another_order_of_the_data_is_refused(tmp_path, tiny):
+    train(tiny(tmp_path / "run", "trainer.max_steps=1"))
+    with pytest.raises(UserError, match=r"data\.batch_size"):
+        train(tiny(tmp_path / "run", "trainer.max_steps=2", "data.batch_size=16"))
+
+
+def test_never_does_not_overwrite(tmp_path, tiny):
+    train(tiny(tmp_path / "run", "trainer.max_steps=1"))
+    with pytest.raises(UserError, match="already holds a run"):
+        train(tiny(tmp_path / "run", "trainer.max_steps=1", "resume=never"))
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"resume=.*none\.ckpt: no such file"):
+        find_checkpoint(tmp_path, str(tmp_path / "none.ckpt"))
+    assert find_checkpoint(tmp_path, "auto") is None
+
+
+def test_differences_name_both_values():
+    old = {"a": 1, "b": {"c": [1, 2]}, "d": None}
+    new = {"a": 1, "b": {"c": (1, 3)}, "e": 5}
+    assert differences(old, new) == [
+        "b.c: [1, 2] in the checkpoint, (1, 3) now",
+        "d: None in the checkpoint, absent now",
+        "e: absent in the checkpoint, 5 now",
+    ]
