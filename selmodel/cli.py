@@ -125,8 +125,8 @@ def _quieten() -> None:
     """Leave out what libraries say that a user of this program cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*does not have enough workers.*")
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*not been set for this class.*"):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _fail(message: str) -> None:

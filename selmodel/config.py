@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 import types
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from selmodel.errors import UserError
@@ -27,7 +28,7 @@ _FILLED_IN = {
     "attention": ("d_model", "n_heads", "head_dim", "n_kv_heads"),
     "model": ("vocab_size", "attention"),
     "data": ("tokenizer",),
-    "logger.wandb": ("directory", "config"),
+    "logger.wandb": ("directory", "run_config"),
 }
 
 
@@ -132,26 +133,26 @@ def _shorthands(path: str, node: dict, root: dict) -> list[str]:
 
 
 def build(node: DictConfig, **arguments: Any) -> Any:
-    """``hydra.utils.instantiate`` of one component, whose shorthand keys are left out and faults kept readable.
+    """The component that ``node`` names: ``_target_`` called with the node's options and ``arguments``.
 
-    Raises:
-        UserError: as the component raises it, without Hydra's wrapping.
+    As ``hydra.utils.instantiate`` (``_partial_`` and nested ``_target_`` nodes included), except that shorthand keys,
+    which only other values refer to, are left out, that options arrive as plain containers, and that what the
+    component raises comes as it is.
     """
     target = get_object(node["_target_"])
     parameters = inspect.signature(target).parameters
-    options = {key: node[key] for key in node if key in parameters or str(key).startswith("_")}
-    plain = OmegaConf.create({}, flags={"allow_objects": True})
-    for key, value in options.items():
-        plain[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    try:
-        return instantiate(plain, **arguments, _convert_="all")
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, UserError):
-                raise cause from None
-            cause = cause.__cause__ or cause.__context__
-        raise
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    options = {}
+    for key in node:
+        if str(key).startswith("_") or key in arguments or not (key in parameters or takes_any):
+            continue
+        value = node[key]
+        if OmegaConf.is_dict(value):
+            value = build(value) if "_target_" in value else plain(value)
+        options[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+    if node.get("_partial_", False):
+        return functools.partial(target, **options, **arguments)
+    return target(**options, **arguments)
 
 
 def plain(cfg: DictConfig) -> dict:

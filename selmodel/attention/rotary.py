@@ -31,7 +31,10 @@ def rotary_tables(positions: Tensor, head_dim: int, base: float = 10000.0) -> Ro
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate x [b, h, n, d] by the tables. Computed in float32 at least; returns the type of x."""
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    """Rotate x [b, h, n, d] by the tables; returns the type of x.
+
+    Rounded once: float32 tables make the products float32 (float64 for float64 x).
+    """
+    first, second = x.chunk(2, dim=-1)
     rotated = (first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin)
     return torch.cat(rotated, dim=-1).to(x.dtype)

@@ -183,9 +183,11 @@ def unpack(blocks: Iterator[bytes]) -> Iterator[bytes]:
                     hint = " (a Git LFS pointer: git lfs pull)" if block.startswith(LFS) else ""
                     raise ContentError(f"not a gzip file, though its name ends in .gz{hint}")
                 engine = zlib.decompressobj(wbits=31)
+            before = engine.copy()
             try:
                 data = engine.decompress(block, UNPACKED)
             except zlib.error as error:
+                yield from _up_to_damage(before, block)
                 raise ContentError(f"damaged gzip data ({error})") from error
             block = engine.unused_data if engine.eof else engine.unconsumed_tail
             if data:
@@ -194,6 +196,16 @@ def unpack(blocks: Iterator[bytes]) -> Iterator[bytes]:
         raise ContentError("not a gzip file: it is empty")
     if not engine.eof:
         raise ContentError("the gzip data ends early (a truncated file)")
+
+
+def _up_to_damage(engine, block: bytes) -> Iterator[bytes]:
+    """What unpacks of a damaged block, byte by byte: the rows before the damage must not depend on how the file
+    was cut into blocks, or a run that skips the rest would not be the same run twice."""
+    try:
+        for i in range(len(block)):
+            yield engine.decompress(block[i : i + 1])
+    except zlib.error:
+        return
 
 
 def numbered_lines(blocks: Iterator[bytes], start: int = 0) -> Iterator[tuple[int, list[bytes]]]:

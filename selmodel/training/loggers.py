@@ -135,7 +135,7 @@ def wandb_logger(
     group: str | None = None,
     tags: list[str] | None = None,
     mode: str = "auto",
-    config: dict | None = None,
+    run_config: dict | None = None,
 ) -> Logger:
     """A Weights & Biases logger that never asks and never hangs.
 
@@ -145,7 +145,7 @@ def wandb_logger(
         project, entity, name, group, tags: as in ``wandb.init``.
         mode: ``auto`` is online when a key is found (``WANDB_API_KEY`` or ``~/.netrc``) and offline otherwise;
             ``online``, ``offline`` and ``disabled`` are wandb's.
-        config: resolved configuration, recorded with the run.
+        run_config: resolved configuration, recorded with the run.
 
     Raises:
         UserError: for an unknown mode, or ``online`` without a key.
@@ -182,7 +182,7 @@ def wandb_logger(
         id=run_id,
         resume="allow",
         mode=mode,
-        config=config,
+        config=run_config,
         settings=wandb.Settings(init_timeout=60, console="off", silent=mode != "online"),
     )
 

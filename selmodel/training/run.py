@@ -221,7 +221,7 @@ def git_commit() -> str | None:
 def _wandb(cfg: DictConfig, run_dir: Path, identity: dict) -> list:
     if cfg.logger.wandb is None:
         return []
-    return [build(cfg.logger.wandb, directory=run_dir, config=identity["config"])]
+    return [build(cfg.logger.wandb, directory=run_dir, run_config=identity["config"])]
 
 
 @contextlib.contextmanager

@@ -68,7 +68,9 @@ def test_a_run_killed_after_its_checkpoint_goes_on_from_there(tmp_path, tiny):
     train(tiny(tmp_path / "parts", *common, "trainer.max_steps=11", "optim.schedule_steps=20"))
     shutil.copy(at_six, tmp_path / "parts" / "last.ckpt")  # as if killed at step 11
     train(tiny(tmp_path / "parts", *common))
-    assert column(tmp_path / "parts" / "train.csv", "train/loss") == column(tmp_path / "whole" / "train.csv", "train/loss")
+    assert column(tmp_path / "parts" / "train.csv", "train/loss") == column(
+        tmp_path / "whole" / "train.csv", "train/loss"
+    )
     assert list(column(tmp_path / "parts" / "train.overtaken.csv", "train/loss")) == [7, 8, 9, 10, 11]
 
 
