@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -53,6 +54,8 @@ def _job(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> object:
+        if rank_zero_only.rank != 0:  # one process speaks for all
+            logging.getLogger("selmodel").setLevel(logging.WARNING)
         try:
             return task(cfg)
         except UserError as error:
@@ -125,7 +128,7 @@ def _quieten() -> None:
     """Leave out what libraries say that a user of this program cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*not been set for this class.*"):
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*sync_dist=True.*"):
         warnings.filterwarnings("ignore", message=message)
 
 

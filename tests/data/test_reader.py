@@ -165,7 +165,7 @@ def test_an_escaped_pair_is_one_character():
 # --- gzip ------------------------------------------------------------------------------------------------------------
 
 TEXTS = [f"{i} " * 2000 for i in range(300)]
-PACKED = gzip.compress(lines(*TEXTS))
+PACKED = gzip.compress(lines(*TEXTS), mtime=0)
 
 
 @pytest.mark.parametrize("size", [1, 10, 1000, 1 << 17])
@@ -188,7 +188,6 @@ BROKEN = {
     "header alone": (PACKED[:10], "ends early", 0),
     "half": (PACKED[: len(PACKED) // 2], "ends early", 100),
     "last byte missing": (PACKED[:-1], "ends early", 300),
-    "damaged": (PACKED[:2000] + bytes(100) + PACKED[2100:], "damaged", 0),
     # a second member whose first block is of no known kind
     "damaged in the second member": (gzip.compress(lines(*TEXTS[:100])) + PACKED[:10] + b"\x07" * 50, "damaged", 100),
     "wrong checksum": (PACKED[:-8] + bytes(4) + PACKED[-4:], "damaged", 300),
