@@ -33,7 +33,8 @@ ALTERNATIVES = "Use shards from a folder (data=local data.root=DIR) or the embed
 class C4Source(Source):
     """allenai/c4 from the Hub, or the same files from a mirror.
 
-    repository, config, revision: data set, its folder of shards, and the commit that is read.
+    repository, config, revision: data set, its folder of shards, and the commit that is read. A branch or tag is
+    resolved to its commit when the files are listed, and stays with that commit.
     mirror: a folder or an http(s) address with the same layout (its subfolder `config` holds the shards); the
     Hub is not asked then. HF_ENDPOINT names another Hub, HF_HUB_OFFLINE=1 forbids asking it.
     attempts, timeout, backoff, max_wait: how a shard's download is retried, see Retries. An unreachable Hub is
@@ -62,9 +63,10 @@ class C4Source(Source):
         self.config = config
         self.revision = revision
         self.mirror = mirror.rstrip("/") if mirror and is_remote(mirror) else mirror
-        key = [mirror or "", repository, config, "" if mirror else revision]
+        key = [self.mirror or "", repository, config, "" if mirror else revision]
         digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
         self.list_path = Path(cache_dir).expanduser().absolute() / "file_lists" / f"c4-{config}-{digest}.json"
+        self.commit: str | None = None  # known once listed
         self._listed: dict[str, list[Shard]] | None = None
 
     def prepare(self) -> None:
@@ -80,7 +82,7 @@ class C4Source(Source):
             "kind": self.name,
             "repository": self.repository,
             "config": self.config,
-            "revision": None if self.mirror else self.revision,  # a mirror does not say which it holds
+            "revision": self.commit,  # None for a mirror, which does not say what it holds
             "mirror": self.mirror,
             "train_files": len(files["train"]),
             "validation_files": len(files["validation"]),
@@ -122,11 +124,12 @@ class C4Source(Source):
                     write_atomically(self.list_path, json.dumps(listed, indent=1).encode())
         try:
             listed = json.loads(self.list_path.read_text())
+            self.commit = listed.get("revision")
             return {
                 split: [Shard(name, self._location(name), size) for name, size in sorted(listed[split])]
                 for split in SPLITS
             }
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.list_path}: not a list of C4's files ({error}). Remove it") from error
 
     def _location(self, name: str) -> str:
@@ -134,16 +137,16 @@ class C4Source(Source):
             return f"{self.mirror}/{name}"
         from huggingface_hub import hf_hub_url
 
-        return hf_hub_url(self.repository, name, repo_type="dataset", revision=self.revision)
+        return hf_hub_url(self.repository, name, repo_type="dataset", revision=self.commit)
 
     def _list_hub(self) -> dict:
         """{"train": [[name, size], ...], ...} of the pinned revision, as `datasets` resolves it."""
-        self._reach_hub()
-        logger.info("resolving the files of %s (%s) at revision %s", self.repository, self.config, self.revision)
+        commit = self._commit()
+        logger.info("resolving the files of %s (%s) at revision %s", self.repository, self.config, commit)
         import datasets
         from huggingface_hub import HfFileSystem
 
-        folder = f"datasets/{self.repository}@{self.revision}/{self.config}"
+        folder = f"datasets/{self.repository}@{commit}/{self.config}"
         data_files = {split: f"hf://{folder}/{pattern}" for split, pattern in PATTERNS.items()}
         try:
             # The JSON builder by name: no card, no script, nothing of the repository decides how it is read.
@@ -162,23 +165,24 @@ class C4Source(Source):
         except Exception as error:  # of several libraries; each is a Hub that does not give the list
             raise UserError(
                 f"data=c4: the files of {self.repository} ({self.config}) at revision {self.revision} cannot be "
-                f"listed: {type(error).__name__}: {error}. {ALTERNATIVES}"
+                f"listed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}. "
+                f"{ALTERNATIVES}"
             ) from error
-        return {"repository": self.repository, "revision": self.revision, **listed}
+        return {"repository": self.repository, "revision": commit, **listed}
 
-    def _reach_hub(self) -> None:
+    def _commit(self) -> str:
+        """The commit that `revision` names now; the first contact with the Hub, bounded in time."""
         from huggingface_hub import constants
 
         problem = f"data=c4: the Hugging Face Hub ({constants.ENDPOINT}) cannot be reached"
         if _offline():
             raise UserError(f"{problem}: HF_HUB_OFFLINE is set. {ALTERNATIVES}")
         url = f"{constants.ENDPOINT}/api/datasets/{self.repository}/revision/{self.revision}"
-        outcome: list[TransferError | None] = []
+        outcome: list[bytes | TransferError] = []
 
         def ask() -> None:
             try:
-                fetch(url, retries=REACH, headers=self.headers(Shard("", url)))
-                outcome.append(None)
+                outcome.append(fetch(url, retries=REACH, headers=self.headers(Shard("", url))))
             except TransferError as error:
                 outcome.append(error)
 
@@ -188,8 +192,11 @@ class C4Source(Source):
         if not outcome:
             raise UserError(f"{problem}: no answer in {REACH_SECONDS:.0f} s. {ALTERNATIVES}")
         error = outcome[0]
-        if error is None:
-            return
+        if isinstance(error, bytes):
+            try:
+                return json.loads(error)["sha"]
+            except (ValueError, KeyError, TypeError) as fault:
+                raise UserError(f"{problem}: {url} does not answer like the Hub. {ALTERNATIVES}") from fault
         if error.status in (401, 403, 404):
             raise UserError(
                 f"data.source.repository={self.repository} data.source.revision={self.revision}: the Hub has no such "

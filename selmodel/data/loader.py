@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,6 +136,9 @@ class TrainLoader:
         return self._batches(source, step)
 
     def _worker_loader(self, pieces: Pieces) -> DataLoader:
+        # An iterator of earlier workers that is garbage by now must not reach the forked workers: collected there,
+        # it would tell the workers of this process to stop.
+        gc.collect()
         return DataLoader(
             pieces,
             batch_size=None,
@@ -143,6 +147,7 @@ class TrainLoader:
             # Arrays travel through the pipe as they are: tensors would need /dev/shm, which containers keep
             # small.
             collate_fn=_unchanged,
+            worker_init_fn=_keep_inherited,
             # The loader draws a seed for its workers; its own generator keeps it from the global one.
             generator=torch.Generator(),
             multiprocessing_context=self.multiprocessing_context,
@@ -188,6 +193,11 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+def _keep_inherited(worker: int) -> None:
+    """Takes what a forked worker inherited out of its garbage collection, for the same reason."""
+    gc.freeze()
 
 
 def _unchanged(piece: dict[str, Any]) -> dict[str, Any]:

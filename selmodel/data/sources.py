@@ -105,8 +105,8 @@ def fingerprint(shards: Mapping[str, list[Shard]]) -> str:
     """
     digest = hashlib.sha256()
     for split in SPLITS:
-        for shard in sorted(shards.get(split, []), key=lambda shard: shard.name):
-            digest.update(f"{split} {PurePosixPath(shard.name).name} {shard.size}\n".encode())
+        for name, size in sorted((PurePosixPath(shard.name).name, shard.size) for shard in shards.get(split, [])):
+            digest.update(f"{split} {name} {size}\n".encode())
     return digest.hexdigest()[:16]
 
 

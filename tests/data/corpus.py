@@ -138,16 +138,16 @@ class Simulation:
     """A training run on `world_size` devices in one process: every device's loader, one data module for all."""
 
     def __init__(self, source, world_size: int, workers: int, *, state=None, tokenizer=None, **options) -> None:
-        self.module = DataModule(source, tokenizer or NumberTokenizer(), workers=workers, **options)
+        self.module = module = DataModule(source, tokenizer or NumberTokenizer(), workers=workers, **options)
         if state is not None:
-            self.module.load_state_dict(state)
+            module.load_state_dict(state)
         self.loaders = [
             TrainLoader(
-                self.module.documents,
-                self.module.order,
+                module.documents,
+                module.order,
                 rank=rank,
                 world_size=world_size,
-                start=lambda: (self.module.step, self.module.states),
+                start=lambda: (module.step, module.states),
                 workers=workers,
             )
             for rank in range(world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import islice, product
+from itertools import islice, pairwise, product
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def path_through(pairs):
         else:
             path.append(stack.pop())
     path.reverse()
-    assert set(zip(path, path[1:], strict=False)) == set(pairs)
+    assert set(pairwise(path)) == set(pairs)
     return path
 
 

@@ -161,7 +161,7 @@ def test_description_and_fingerprint(tmp_path):
     assert here.describe()["fingerprint"] == there.describe()["fingerprint"]
     json.dumps(here.describe())  # plain types
 
-    write(tmp_path / "here" / "c4-train.00000-of-00003.json.gz", "another and longer text")
+    write(tmp_path / "here" / "c4-train.00000-of-00003.json.gz", *map(str, range(100)))
     assert LocalSource(str(tmp_path / "here")).describe()["fingerprint"] != there.describe()["fingerprint"]
 
 

@@ -1,0 +1,83 @@
+"""Two real processes (gloo) against one: the same numbers, and a run may move between them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selmodel.training.checkpoint import read_checkpoint
+from tests.conftest import TINY
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Between one process and two only the order of float32 sums differs.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def command(tmp_path, corpus, cache_dir):
+    """Runs train.py in processes of its own."""
+
+    def command(run_dir: Path, *arguments: str) -> str:
+        result = subprocess.run(
+            [
+                sys.executable, str(ROOT / "train.py"), *TINY, f"data.root={corpus}", f"cache_dir={cache_dir}",
+                f"run_dir={run_dir}", "trainer.max_steps=12", *arguments,
+            ],
+            cwd=tmp_path, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
+
+    return command
+
+
+def column(path: Path, name: str) -> dict[int, float]:
+    with path.open(newline="") as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file)}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    for name, key in (("train.csv", "train/loss"), ("train.csv", "train/grad_norm"), ("validation.csv", "val/loss")):
+        left, right = column(one / name, key), column(other / name, key)
+        assert left == pytest.approx(right, rel=TOLERANCE), key
+    for key in ("val/tokens", "train/tokens"):
+        assert column(one / "validation.csv", key) == column(other / "validation.csv", key)
+    states = [read_checkpoint(run / "last.ckpt")["DataModule"] for run in (one, other)]
+    assert states[0]["step"] == states[1]["step"]
+    assert states[0]["streams"].tolist() == states[1]["streams"].tolist()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run_and_it_may_move_between_them(tmp_path, command):
+    command(tmp_path / "one")
+    printed = command(tmp_path / "two", "trainer.devices=2")
+    assert printed.count("run directory") == 1  # one process speaks
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+    # on two processes to step 5, on one to step 10, on two to the end
+    schedule = "optim.schedule_steps=12"
+    command(tmp_path / "moved", schedule, "trainer.max_steps=5", "trainer.devices=2")
+    command(tmp_path / "moved", schedule, "trainer.max_steps=10")
+    command(tmp_path / "moved", schedule, "trainer.devices=2", "data.workers=1")
+    assert_same_run(tmp_path / "one", tmp_path / "moved")
+    assert len(read_checkpoint(tmp_path / "moved" / "last.ckpt")["random"]) == 2
+
+
+@pytest.mark.slow
+def test_a_number_of_devices_that_does_not_divide_the_streams(tmp_path, corpus, cache_dir):
+    result = subprocess.run(
+        [
+            sys.executable, str(ROOT / "train.py"), *TINY, f"data.root={corpus}", f"cache_dir={cache_dir}",
+            f"run_dir={tmp_path / 'run'}", "trainer.devices=3",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "data.streams" in result.stderr
+    assert "Traceback" not in result.stderr
