@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         raise _unwritable(path, error) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone when all went well, or its folder was never there
+            draft.unlink()
 
 
 @contextmanager

@@ -32,8 +32,8 @@ FORMAT = 1  # counts up when the same packages would give another corpus
 SEED = 0
 MIN_WORDS = 15  # in a document
 SHARDS = {"train": 16, "validation": 2}
-VALIDATION_SHARE = 20  # one document in so many, by the hash of its text
-DENSITY = 0.1  # share of a file in triple quotes below which parsing it is not worth the time
+VALIDATION_SHARE = 16  # one document in so many, by the hash of its text
+DENSITY = 0.2  # share of a file in triple quotes below which parsing it is not worth the time
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "testing", "idle_test", "__pycache__"})
 
 

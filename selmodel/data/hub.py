@@ -90,11 +90,7 @@ class C4Source(Source):
         }
 
     def headers(self, shard: Shard) -> Mapping[str, str]:
-        if self.mirror:
-            return {}
-        from huggingface_hub.utils import build_hf_headers
-
-        return {key: value for key, value in build_hf_headers().items() if key.lower() == "authorization"}
+        return {} if self.mirror else _hub_headers()
 
     def open_shard(self, shard: Shard) -> Iterator[bytes]:
         if not self.mirror and _offline():
@@ -124,7 +120,7 @@ class C4Source(Source):
                     write_atomically(self.list_path, json.dumps(listed, indent=1).encode())
         try:
             listed = json.loads(self.list_path.read_text())
-            self.commit = listed.get("revision")
+            self.commit = None if self.mirror else listed["revision"]
             return {
                 split: [Shard(name, self._location(name), size) for name, size in sorted(listed[split])]
                 for split in SPLITS
@@ -171,38 +167,18 @@ class C4Source(Source):
         return {"repository": self.repository, "revision": commit, **listed}
 
     def _commit(self) -> str:
-        """The commit that `revision` names now; the first contact with the Hub, bounded in time."""
-        from huggingface_hub import constants
-
-        problem = f"data=c4: the Hugging Face Hub ({constants.ENDPOINT}) cannot be reached"
-        if _offline():
-            raise UserError(f"{problem}: HF_HUB_OFFLINE is set. {ALTERNATIVES}")
-        url = f"{constants.ENDPOINT}/api/datasets/{self.repository}/revision/{self.revision}"
-        outcome: list[bytes | TransferError] = []
-
-        def ask() -> None:
-            try:
-                outcome.append(fetch(url, retries=REACH, headers=self.headers(Shard("", url))))
-            except TransferError as error:
-                outcome.append(error)
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(REACH_SECONDS)
-        if not outcome:
-            raise UserError(f"{problem}: no answer in {REACH_SECONDS:.0f} s. {ALTERNATIVES}")
-        error = outcome[0]
-        if isinstance(error, bytes):
-            try:
-                return json.loads(error)["sha"]
-            except (ValueError, KeyError, TypeError) as fault:
-                raise UserError(f"{problem}: {url} does not answer like the Hub. {ALTERNATIVES}") from fault
-        if error.status in (401, 403, 404):
-            raise UserError(
-                f"data.source.repository={self.repository} data.source.revision={self.revision}: the Hub has no such "
-                f"data set or revision, or does not show it to you (HTTP status {error.status}). {ALTERNATIVES}"
-            )
-        raise UserError(f"{problem}: {error} (attempts: {error.attempts}). {ALTERNATIVES}")
+        """The commit that `revision` names now."""
+        try:
+            return json.loads(ask_hub(f"api/datasets/{self.repository}/revision/{self.revision}"))["sha"]
+        except TransferError as error:
+            if error.status in (401, 403, 404):
+                raise UserError(
+                    f"data.source.repository={self.repository} data.source.revision={self.revision}: {error}. "
+                    f"{ALTERNATIVES}"
+                ) from error
+            raise UserError(f"data=c4: {error}. {ALTERNATIVES}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"data=c4: the answer is not the Hub's. Check HF_ENDPOINT. {ALTERNATIVES}") from error
 
     def _list_mirror(self) -> dict:
         """{"train": [[name, size], ...], ...} from the mirror's index page or, without one, by C4's names."""
@@ -251,6 +227,42 @@ class C4Source(Source):
             return remote_size(self._location(name), retries=self.retries)
         except TransferError as error:
             raise TransferError(f"{name}: {error}", error.attempts, status=error.status) from error
+
+
+def ask_hub(path: str) -> bytes:
+    """The Hub's answer at `path`, the first contact with it: within REACH_SECONDS, or TransferError."""
+    from huggingface_hub import constants
+
+    problem = f"the Hugging Face Hub ({constants.ENDPOINT}) cannot be reached"
+    if _offline():
+        raise TransferError(f"{problem}: HF_HUB_OFFLINE is set")
+    outcome: list[bytes | TransferError] = []
+
+    def ask() -> None:
+        try:
+            outcome.append(fetch(f"{constants.ENDPOINT}/{path}", retries=REACH, headers=_hub_headers()))
+        except TransferError as error:
+            if error.status in (401, 403, 404):
+                reason = f"the Hub has nothing there, or does not show it to you (HTTP status {error.status})"
+            else:
+                reason = f"{problem}: {error} (attempts: {error.attempts})"
+            outcome.append(TransferError(reason, error.attempts, status=error.status))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(REACH_SECONDS)
+    if not outcome:
+        raise TransferError(f"{problem}: no answer in {REACH_SECONDS:.0f} s")
+    if isinstance(outcome[0], TransferError):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _hub_headers() -> dict[str, str]:
+    """The user's token for the Hub, where there is one."""
+    from huggingface_hub.utils import build_hf_headers
+
+    return {key: value for key, value in build_hf_headers().items() if key.lower() == "authorization"}
 
 
 def _offline() -> bool:

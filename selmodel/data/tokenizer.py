@@ -17,6 +17,7 @@ import numpy as np
 import sentencepiece
 import torch
 
+from selmodel.data.hub import ask_hub
 from selmodel.data.sources import Source
 from selmodel.data.tokenizer_training import BLANK, cached_path, train_once
 from selmodel.errors import UserError
@@ -25,16 +26,26 @@ logger = logging.getLogger(__name__)
 
 # Texts that a tokenizer which changes text gives back changed: spaces at every place, line ends, an accent and
 # a ligature that normalisation would rewrite, characters outside any vocabulary, spelled-out special pieces.
-PROBES = (" a", "a ", "a  b", "\t\n\r\n", "e\u0301 \ufb01 \u00bd", "\U0001f600\x00\x07", f"{BLANK}a", "<s></s><unk>")
+PROBES = (
+    " a",
+    "a ",
+    "a  b",
+    "\t\n\r\n",
+    "e\u0301 \u00e9 \ufb01 \u00bd",
+    "\U0001f600\x00\x07",
+    f"{BLANK}a",
+    "<s></s><unk>",
+)
 
 
 class Tokenizer(ABC):
     """Text to ids without special tokens, and back. Pickles by content.
 
-    vocab_size: number of ids, special ones included. bos_id, eos_id: distinct ids that no text encodes to.
-    hash: sha256 (hexadecimal) of the model file's content.
+    name: where it came from, for messages. vocab_size: number of ids, special ones included.
+    bos_id, eos_id: distinct ids that no text encodes to. hash: sha256 (hexadecimal) of the model file's content.
     """
 
+    name: str
     vocab_size: int
     bos_id: int
     eos_id: int
@@ -91,6 +102,7 @@ class SentencePieceTokenizer(Tokenizer):
                 raise UserError(
                     f"{where}: cannot be read: {error.strerror}. Expected a SentencePiece model file"
                 ) from error
+        self.name = str(path or "sentencepiece")
         self._content = content
         self.hash = hashlib.sha256(content).hexdigest()
         self._model = sentencepiece.SentencePieceProcessor()
@@ -109,9 +121,10 @@ class SentencePieceTokenizer(Tokenizer):
         if any(self._model.is_byte(i) for i in range(self.vocab_size)):
             # SentencePiece writes a space as BLANK, so a BLANK in the text would come back as a space. Byte pieces
             # keep it.
-            self._blank = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in BLANK.encode()]
+            blank = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in BLANK.encode()]
         else:
-            self._blank = [self._model.unk_id()]
+            blank = [self._model.unk_id()]
+        self._blank = np.array(blank, dtype=np.int32)
         for text in PROBES:
             if self.decode(self.encode(text)) != text:
                 raise UserError(
@@ -121,23 +134,21 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:
-            batch = self._model.encode(list(texts), num_threads=1)
-        except RuntimeError as error:
+            # One by one: a batch would start a thread, and is no faster.
+            return [self._encode(text) for text in texts]
+        except (RuntimeError, TypeError) as error:  # which of them, and what they say, differs between versions
             for text in texts:
                 _check_utf8(text)
             raise RuntimeError("SentencePiece failed to encode a text") from error
-        for i, text in enumerate(texts):
-            if BLANK in text:
-                batch[i] = self._encode_with_blanks(text)
-        return [np.array(ids, dtype=np.int32) for ids in batch]
 
-    def _encode_with_blanks(self, text: str) -> list[int]:
-        first, *others = self._model.encode(text.split(BLANK), num_threads=1)
-        ids = list(first)
-        for part in others:
-            ids += self._blank
-            ids += part
-        return ids
+    def _encode(self, text: str) -> np.ndarray:
+        if BLANK not in text:
+            return self._model.encode(text, return_type="numpy")
+        parts = [self._model.encode(part, return_type="numpy") for part in text.split(BLANK)]
+        joined = [parts[0]]
+        for part in parts[1:]:
+            joined += [self._blank, part]
+        return np.concatenate(joined)
 
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(self._pieces[i] for i in _plain(ids)).decode("utf-8", errors="replace")
@@ -180,6 +191,7 @@ class HuggingFaceTokenizer(Tokenizer):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if content is None:
             content, bos_token, eos_token = _load_hugging_face(name_or_path, revision)
+        self.name = name_or_path or "huggingface"
         self._model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         self._model.no_truncation()
         self._model.no_padding()
@@ -268,11 +280,15 @@ class SentencePiece:
 class HuggingFace:
     """Option group `tokenizer=huggingface`: name (on the Hub, or a folder) and revision."""
 
-    def __init__(self, name: str, revision: str | None = None):
+    def __init__(self, name: str | None = None, revision: str | None = None):
         self.name = name
         self.revision = revision
 
     def build(self, source: Source | None = None, cache_dir: str | os.PathLike | None = None) -> HuggingFaceTokenizer:
+        if not self.name:
+            raise UserError(
+                "tokenizer.name is not set: give a name on the Hugging Face Hub or a folder, tokenizer.name=gpt2"
+            )
         return HuggingFaceTokenizer(self.name, self.revision)
 
 
@@ -333,15 +349,23 @@ def _check_utf8(text: str) -> None:
 
 
 def _load_hugging_face(name: str, revision: str | None) -> tuple[bytes, str | None, str | None]:
-    """(tokenizer.json, BOS token, EOS token). UserError where it cannot be had."""
+    """(tokenizer.json, BOS token, EOS token) from a folder, the cache or the Hub. UserError where it cannot be had."""
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name, revision=revision, use_fast=True)
+        try:
+            loaded = AutoTokenizer.from_pretrained(name, revision=revision, use_fast=True, local_files_only=True)
+        except Exception:
+            if os.path.isdir(name):
+                raise
+            ask_hub(
+                f"api/models/{name}/revision/{revision or 'main'}"
+            )  # fails soon, where the library tries for minutes
+            loaded = AutoTokenizer.from_pretrained(name, revision=revision, use_fast=True)
     except Exception as error:  # many kinds, by what is missing: network, repository, file, class
+        reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
         raise UserError(
-            f"tokenizer.name={name} (revision {revision or 'default'}): cannot be loaded: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}. Expected a name on "
+            f"tokenizer.name={name} (revision {revision or 'default'}): cannot be loaded: {reason}. Expected a name on "
             "the Hugging Face Hub or a folder with tokenizer.json; without a network use tokenizer=sentencepiece"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)

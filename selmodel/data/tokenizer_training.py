@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 BLANK = "\u2581"  # SentencePiece's sign for a space
 LINE_BYTES = 4096  # the trainer's limit on one line of input; longer documents are split into several
 SHARDS_AT_ONCE = 16  # the sample takes turns among this many shards, so one odd shard does not shape it
+RESERVED = 3 + 256  # <unk>, <s>, </s> and the bytes
 MAX_SKIPPED = 0.01  # share of the sample's bytes that may be left out
 # What SentencePiece cannot take in training: NUL, its sign for a space and its sign for unknown. They are encoded
 # as bytes later, so nothing is lost by a space in their place.
@@ -149,6 +150,12 @@ def train_sentencepiece(
     Raises UserError where the texts are too few for vocab_size, vocab_size is too small for its characters,
     or more than 1 % of the bytes cannot be used.
     """
+    if not isinstance(vocab_size, int) or vocab_size <= RESERVED:
+        raise UserError(
+            f"{option}.vocab_size={vocab_size}: expected a whole number above {RESERVED} (3 special pieces, 256 bytes)"
+        )
+    if not sample_bytes > 0:
+        raise UserError(f"{option}.sample_bytes={sample_bytes}: expected the bytes of text to train on, above 0")
     path = Path(path)
     begin = time.monotonic()
     feed = _Feed(texts, sample_bytes)

@@ -293,7 +293,7 @@ def _report(
         lines += ["", "a sample:", _sample(cfg, module, tokenizer), ""]
     lines += [
         f"in {run_dir}:",
-        f"  {LAST}, {BEST}            checkpoints",
+        f"  {LAST}, {BEST}         checkpoints",
         "  train.csv, validation.csv    metrics by step",
         "  results.json                 the figures above, and how they were measured",
         "  config.yaml                  the resolved configuration",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import random
 from collections import Counter
 from itertools import islice, pairwise, product
@@ -105,7 +107,7 @@ def path_through(pairs):
 
 def loader(source, workers=0, **options) -> TrainLoader:
     order = Order(seed=0, streams=8, context_length=7, batch_size=8)
-    documents = TextDocuments(source, NumberTokenizer())
+    documents = TextDocuments(source, options.pop("tokenizer", NumberTokenizer()))
     start = options.pop("start", lambda: (0, np.zeros((8, 4), dtype=np.int64)))
     return TrainLoader(documents, order, start=start, workers=workers, **options)
 
@@ -172,6 +174,7 @@ def test_skipped_rows_of_all_workers_are_counted(workers):
     assert total[0] >= skipped
 
 
+@pytest.mark.slow
 def test_workers_that_start_afresh_make_the_same_batches():
     source = number_source(4, rows=60)
     expected = oracle_batches(source, streams=8, batch_size=8, context_length=7, seed=0)
@@ -179,6 +182,34 @@ def test_workers_that_start_afresh_make_the_same_batches():
         islice(iter(loader(source, 2, multiprocessing_context="spawn")), 5), expected, strict=False
     ):
         np.testing.assert_array_equal(batch["tokens"], wanted)
+
+
+class CautiousTokenizer(NumberTokenizer):
+    """Checks that garbage collection goes on in a worker, without the objects the worker was born with."""
+
+    def encode_batch(self, texts):
+        if not gc.isenabled() or gc.get_freeze_count() < 10_000:
+            raise UserError(f"collects: {gc.isenabled()}, kept out: {gc.get_freeze_count()}")
+        return super().encode_batch(texts)
+
+
+def test_workers_do_not_collect_what_they_inherited():
+    """Another loader's iterator, collected in a worker, would set about ending processes that are not its own."""
+    batches = iter(loader(number_source(4, rows=60), 2, tokenizer=CautiousTokenizer()))
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    next(batches)
+    batches.close()
+
+
+def test_workers_end_with_the_iteration():
+    before = set(multiprocessing.active_children())
+    batches = iter(loader(number_source(4, rows=60), 2))
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    batches.close()
+    assert not workers & set(multiprocessing.active_children())
 
 
 def test_more_workers_than_streams():

@@ -104,7 +104,7 @@ def test_another_architecture_is_refused_by_name(tmp_path, tiny):
 def test_another_tokenizer_is_refused(tmp_path, tiny):
     train(tiny(tmp_path / "run", "trainer.max_steps=1"))
     with pytest.raises(UserError, match="tokenizer: sentencepiece"):
-        train(tiny(tmp_path / "run", "trainer.max_steps=2", "tokenizer.seed=1", "tokenizer.sample_bytes=20000"))
+        train(tiny(tmp_path / "run", "trainer.max_steps=2", "tokenizer.seed=1", "tokenizer.sample_bytes=40000"))
 
 
 def test_another_order_of_the_data_is_refused(tmp_path, tiny):
