@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from selmodel.data.sharing import SharedRows
 
 if TYPE_CHECKING:
     from selmodel.data.sources import Source
@@ -52,11 +55,18 @@ class Documents(ABC):
 
     @abstractmethod
     def blocks(
-        self, split: str, shard: int, start: int = 0, step: int = 1, with_bytes: bool = False
+        self,
+        split: str,
+        shard: int,
+        start: int = 0,
+        step: int = 1,
+        with_bytes: bool = False,
+        shared: SharedRows | None = None,
     ) -> Iterator[Block]:
         """Rows start, start + step, start + 2 * step, ... of shard number `shard`, as blocks.
 
-        Rows that the source skips are absent. Reaching `start` must not tokenize the rows before it.
+        Rows that the source skips are absent. Reaching `start` must not tokenize the rows before it. Readers that
+        take the other rows of the shard in this process pass the same `shared`; text is then unpacked once for all.
         """
 
 
@@ -84,10 +94,18 @@ class TextDocuments(Documents):
         return [shard.name for shard in self._source_shards(split)]
 
     def blocks(
-        self, split: str, shard: int, start: int = 0, step: int = 1, with_bytes: bool = False
+        self,
+        split: str,
+        shard: int,
+        start: int = 0,
+        step: int = 1,
+        with_bytes: bool = False,
+        shared: SharedRows | None = None,
     ) -> Iterator[Block]:
+        read = partial(self.source.rows, self._source_shards(split)[shard])
+        found = read(start, step) if shared is None else shared.rows(start % step, read)
         rows, texts, chars, limit = [], [], 0, 1
-        for row, text in self.source.rows(self._source_shards(split)[shard], start, step):
+        for row, text in found:
             rows.append(row)
             texts.append(text)
             chars += len(text)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from selmodel.data.documents import Documents
 from selmodel.data.packing import document_ids
-from selmodel.data.stream import Order, Stream, StreamState
+from selmodel.data.sharing import WAITING_CHARS, ShardGroup
+from selmodel.data.stream import Order, Stream, StreamState, assignment
 from selmodel.errors import UserError
 
 
@@ -49,17 +53,25 @@ class Pieces(IterableDataset):
 
     def _pieces(self, worker: int, workers: int) -> Iterator[dict[str, Any]]:
         order = self.order
+        owner = self._owners(workers)
+        groups = self._groups(np.flatnonzero(owner == worker))
         streams: dict[int, Stream] = {}
         step = self.step
         skipped = self.documents.skipped
+        # Row j of a rank's batch is row rank + j * world_size of the global batch.
+        global_rows = np.arange(self.rank, order.batch_size, self.world_size)
         while True:
-            rows, tokens, touched = self._layout(step, worker, workers)
+            touched = (step * order.batch_size + global_rows) % order.streams
+            rows = np.flatnonzero(owner[touched] == worker)
+            touched = touched[rows].tolist()
+            tokens = np.empty((len(rows), order.context_length + 1), dtype=np.int32)
+            tokens[:, 0] = self.documents.bos_id
             for row, index in enumerate(touched):
                 if index not in streams:
                     state = StreamState(*self.states[index])
-                    streams[index] = Stream(self.documents, index, order.streams, order.seed, state)
+                    group = groups.get(index)
+                    streams[index] = Stream(self.documents, index, order.streams, order.seed, state, group)
                 streams[index].fill(tokens[row, 1:])
-            tokens[:, 0] = self.documents.bos_id
             state = [(index, *streams[index].state) for index in dict.fromkeys(touched)]
             yield {
                 "rows": rows,
@@ -71,15 +83,30 @@ class Pieces(IterableDataset):
             }
             step += 1
 
-    def _layout(self, step: int, worker: int, workers: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Rows of the rank's batch this worker makes, room for their tokens, and the stream of each."""
-        rows = np.arange(self.order.batch_size // self.world_size)
-        # Row j of a rank's batch is row rank + j * world_size of the global batch.
-        streams = (step * self.order.batch_size + self.rank + rows * self.world_size) % self.order.streams
-        # A rank's streams are rank, rank + world_size, ...: workers take them in turn.
-        mine = streams // self.world_size % workers == worker
-        tokens = np.empty((int(mine.sum()), self.order.context_length + 1), dtype=np.int32)
-        return rows[mine], tokens, streams[mine].tolist()
+    def _owners(self, workers: int) -> np.ndarray:
+        """The worker that makes each stream, -1 for streams of other ranks: int64 [streams]."""
+        streams, shards = np.arange(self.order.streams), len(self.documents.shards("train"))
+        turn = streams // self.world_size
+        if shards < self.order.streams and shards % (self.world_size * workers) == 0:
+            # Streams that share a shard stay together, so that it is unpacked once.
+            turn = streams % shards // self.world_size
+        return np.where(streams % self.world_size == self.rank, turn % workers, -1)
+
+    def _groups(self, mine: np.ndarray) -> dict[int, ShardGroup]:
+        """The group of each stream of this worker, if all that share its shard are here."""
+        order, shards = self.order, len(self.documents.shards("train"))
+
+        def share(stream: int, epoch: int) -> tuple[int, int]:
+            ((_, first, step),) = assignment(stream, order.streams, shards, order.seed, epoch)
+            return first, step
+
+        groups = {}
+        for place in range(shards if shards < order.streams else 0):
+            members = range(place, order.streams, shards)
+            if len(members) > 1 and np.isin(members, mine).all():
+                begin = {stream: (int(self.states[stream, 0]), int(self.states[stream, 2])) for stream in members}
+                groups.update(dict.fromkeys(members, ShardGroup(begin, share, WAITING_CHARS // shards)))
+        return groups
 
 
 class TrainLoader:
@@ -132,13 +159,19 @@ class TrainLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         step, states = self.start()
         pieces = Pieces(self.documents, self.order, self.rank, self.world_size, step, np.array(states))
-        source = iter(pieces) if self.workers == 0 else iter(self._worker_loader(pieces))
-        return self._batches(source, step)
+        if self.workers == 0:
+            return self._batches(iter(pieces), step)
+        # Loader iterators that are garbage here must not be collected in a forked worker, where they would set about
+        # ending workers of this process. So nothing is collected until the worker has set aside what it inherited.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return self._batches(iter(self._worker_loader(pieces)), step)
+        finally:
+            if collecting:
+                gc.enable()
 
     def _worker_loader(self, pieces: Pieces) -> DataLoader:
-        # An iterator of earlier workers that is garbage by now must not reach the forked workers: collected there,
-        # it would tell the workers of this process to stop.
-        gc.collect()
         return DataLoader(
             pieces,
             batch_size=None,
@@ -147,29 +180,31 @@ class TrainLoader:
             # Arrays travel through the pipe as they are: tensors would need /dev/shm, which containers keep
             # small.
             collate_fn=_unchanged,
-            worker_init_fn=_keep_inherited,
+            worker_init_fn=_start_worker,
             # The loader draws a seed for its workers; its own generator keeps it from the global one.
             generator=torch.Generator(),
             multiprocessing_context=self.multiprocessing_context,
         )
 
     def _batches(self, source: Iterator[dict[str, Any]], step: int) -> Iterator[dict[str, Any]]:
-        while True:
-            pieces = []
-            for worker in range(max(self.workers, 1)):
-                piece = next(source)
-                if "error" in piece:
-                    raise piece["error"]
-                if (piece["step"], piece["worker"]) != (step, worker):
-                    raise RuntimeError(
-                        f"worker pieces out of turn: expected step {step} of worker {worker}, got step "
-                        f"{piece['step']} of worker {piece['worker']}"
-                    )
-                pieces.append(piece)
-            if self.workers:  # without workers, the count of this process has it
-                self.skipped = sum(piece["skipped"] for piece in pieces)
-            yield self._join(pieces)
-            step += 1
+        try:
+            while True:
+                pieces = [next(source) for _ in range(max(self.workers, 1))]
+                for worker, piece in enumerate(pieces):
+                    if "error" in piece:
+                        raise piece["error"]
+                    if (piece["step"], piece["worker"]) != (step, worker):
+                        raise RuntimeError(
+                            f"worker pieces out of turn: expected step {step} of worker {worker}, got step "
+                            f"{piece['step']} of worker {piece['worker']}"
+                        )
+                if self.workers:  # without workers, the count of this process has it
+                    self.skipped = sum(piece["skipped"] for piece in pieces)
+                yield self._join(pieces)
+                step += 1
+        finally:
+            # Ends the workers now, rather than when the last traceback that holds this frame is gone.
+            del source
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         shape = (self.order.batch_size // self.world_size, self.order.context_length + 1)
@@ -195,9 +230,28 @@ class TrainLoader:
         pass
 
 
-def _keep_inherited(worker: int) -> None:
-    """Takes what a forked worker inherited out of its garbage collection, for the same reason."""
+# What a cluster or a terminal sends to every process of a job to say that it should stop.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _start_worker(worker: int) -> None:
+    """Sets up a worker process; `worker` is its number."""
+    # What a forked worker inherited stays out of its garbage collection.
     gc.freeze()
+    gc.enable()
+    # A worker that stopped at such a signal would take the training process down before it has saved its state. So
+    # only the training process decides: a worker stops when that says so, or is gone.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    """Ends this process at a SIGTERM of its parent, and at no other's."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _unchanged(piece: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from selmodel.data.documents import Block, Documents
 from selmodel.data.packing import BlockCursor
+from selmodel.data.sharing import ShardGroup
 from selmodel.errors import UserError
 
 # A stream of a tiny corpus finds no row of its own in most epochs. It meets one after about as many epochs as
@@ -144,6 +145,7 @@ class Stream:
         streams: number of streams, V.
         seed: seed of the order of shards.
         state: where to start; seeking costs one partial shard, whatever was read before.
+        group: with fewer shards than streams, the streams of this process that share its shard.
     """
 
     def __init__(
@@ -153,11 +155,13 @@ class Stream:
         streams: int,
         seed: int,
         state: StreamState = StreamState(),  # noqa: B008 (immutable)
+        group: ShardGroup | None = None,
     ) -> None:
         self.documents = documents
         self.index = index
         self.streams = streams
         self.seed = seed
+        self.group = group
         self._start = StreamState(*(int(v) for v in state))
         self._epoch, self._shard, self._step = 0, 0, 1  # of the cursor's block
         self._cursor = BlockCursor(self._blocks())
@@ -210,7 +214,8 @@ class Stream:
             for place, (shard, first, step) in enumerate(shards[first_shard:], start=first_shard):
                 # The first row of this stream's share at or after the recorded one.
                 start = row + (first - row) % step
-                for block in self.documents.blocks("train", shard, start, step):
+                shared = self.group.rows_of(self.index, epoch) if self.group else None
+                for block in self.documents.blocks("train", shard, start, step, shared=shared):
                     self._epoch, self._shard, self._step = epoch, place, step
                     found = True
                     yield block

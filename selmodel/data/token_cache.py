@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from selmodel.data.documents import Block, Documents
+from selmodel.data.sharing import SharedRows
 from selmodel.data.sources import SPLITS, Shard, Source, check_split
 from selmodel.errors import UserError
 
@@ -113,7 +114,13 @@ class CachedDocuments(Documents):
         return [record["name"] for record in self.index["splits"][split]]
 
     def blocks(
-        self, split: str, shard: int, start: int = 0, step: int = 1, with_bytes: bool = False
+        self,
+        split: str,
+        shard: int,
+        start: int = 0,
+        step: int = 1,
+        with_bytes: bool = False,
+        shared: SharedRows | None = None,
     ) -> Iterator[Block]:
         record = self.index["splits"][split][shard]
         if record["rows"] == 0:

@@ -11,9 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import filelock
 import numpy as np
 
+from selmodel.data.caching import one_process, write_atomically
 from selmodel.data.documents import TextDocuments
 from selmodel.data.sources import SPLITS, Source
 from selmodel.data.token_cache import BEGUN, FORMAT, INDEX, MODEL, TokenCache, read_index, shard_faults
@@ -61,7 +61,6 @@ def build_token_cache(
         UserError: `root` holds (the beginning of) a cache of something else, or a shard cannot be read.
     """
     root = Path(root).expanduser().absolute()
-    root.mkdir(parents=True, exist_ok=True)
     source.prepare()
     header = {
         "format": FORMAT,
@@ -72,13 +71,12 @@ def build_token_cache(
         "eos_id": tokenizer.eos_id,
         "source": source.describe(),
     }
-    with filelock.FileLock(root / ".lock"):
+    with one_process(root, "a token cache"):
         for name in (INDEX, BEGUN):
             if (root / name).exists():
                 _check_header(root / name, header)
         if not _is_whole(root):
             _write_json(root / BEGUN, header)
-            (root / INDEX).unlink(missing_ok=True)
             _write_tokenizer(root, tokenizer)
             splits = _write_shards(source, tokenizer, root, header["dtype"], workers, progress)
             _write_json(root / INDEX, {**header, "splits": splits})
@@ -100,7 +98,7 @@ def _write_tokenizer(root: Path, tokenizer: Tokenizer) -> None:
     """Keeps the SentencePiece model beside the tokens, so that a cache can be used where its text is not."""
     state = tokenizer.state()
     if state["kind"] == "sentencepiece":
-        (root / MODEL).write_bytes(state["file"].numpy().tobytes())
+        write_atomically(root / MODEL, state["file"].numpy().tobytes())
 
 
 def _check_header(path: Path, ours: dict[str, Any]) -> None:
@@ -139,8 +137,8 @@ def _write_shards(
     splits: dict[str, list] = {split: [None] * len(source.shards(split)) for split in SPLITS}
     todo = []
     for split, records in splits.items():
-        for number, shard in enumerate(source.shards(split)):
-            records[number] = _finished(root, split, number, shard.name, dtype)
+        for number in range(len(records)):
+            records[number] = _finished(root, split, number, dtype)
             if records[number] is None:
                 todo.append((split, number))
     kept = sum(record["tokens"] for records in splits.values() for record in records if record)
@@ -180,54 +178,56 @@ def _write_shard(
     source: Source, tokenizer: Tokenizer, root: Path, dtype: str, split: str, number: int
 ) -> dict[str, Any]:
     """Writes one shard and its record; returns the record."""
-    documents = TextDocuments(source, tokenizer)
-    with_bytes = split == "validation"
     path = root / f"{split}-{number:05d}"
-    suffixes = [".rows", ".tokens", *([".bytes"] if with_bytes else [])]
+    suffixes = [".rows", ".tokens", *([".bytes"] if split == "validation" else [])]
     parts = {suffix: path.with_suffix(f"{suffix}.part") for suffix in suffixes}
-    rows, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    with open(parts[".tokens"], "wb") as tokens_file, open(parts.get(".bytes", os.devnull), "wb") as bytes_file:
-        for block in documents.blocks(split, number, with_bytes=with_bytes):
-            largest, least = int(block.tokens.max()), int(block.tokens.min())
-            if least < 0 or largest > np.iinfo(dtype).max:
-                raise ValueError(f"token ids {least}..{largest} do not fit {dtype}: vocab_size is wrong")
-            block.tokens.astype(dtype).tofile(tokens_file)
-            if with_bytes:
-                block.token_bytes.astype("<u4").tofile(bytes_file)
-            rows.append(block.rows)
-            lengths.append(np.diff(block.ends, prepend=0))
-        for file in (tokens_file, bytes_file):
-            file.flush()
-    ends = np.cumsum(np.concatenate(lengths))
-    with open(parts[".rows"], "wb") as file:
-        np.stack([np.concatenate(rows), ends]).astype("<i8").tofile(file)
-    for suffix, part in parts.items():
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path.with_suffix(suffix))
-    record = {
-        "name": documents.shards(split)[number],
-        "rows": len(ends),
-        "tokens": int(ends[-1]) if len(ends) else 0,
-    }
+    documents = TextDocuments(source, tokenizer)
+    try:
+        rows, ends = _write_tokens(documents, split, number, dtype, parts)
+        with open(parts[".rows"], "wb") as file:
+            np.stack([rows, ends]).astype("<i8").tofile(file)
+        for suffix, part in parts.items():
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, path.with_suffix(suffix))
+    except OSError as error:  # reading has errors of its own
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}. Make room or choose another folder; the same command "
+            "continues there where it stopped"
+        ) from error
+    tokens = int(ends[-1]) if len(ends) else 0
+    record = {"name": documents.shards(split)[number], "rows": len(rows), "tokens": tokens}
     _write_json(path.with_suffix(".json"), record)
     return record
 
 
-def _finished(root: Path, split: str, number: int, name: str, dtype: str) -> dict[str, Any] | None:
+def _write_tokens(
+    documents: TextDocuments, split: str, number: int, dtype: str, parts: dict[str, Path]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Writes the tokens of a shard, and their bytes where `parts` has a file for them; returns rows and ends."""
+    with_bytes = ".bytes" in parts
+    rows, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    with open(parts[".tokens"], "wb") as tokens_file, open(parts.get(".bytes", os.devnull), "wb") as bytes_file:
+        for block in documents.blocks(split, number, with_bytes=with_bytes):
+            least, most = int(block.tokens.min()), int(block.tokens.max())
+            if least < 0 or most > np.iinfo(dtype).max:
+                raise ValueError(f"token ids {least}..{most} do not fit {dtype}: the tokenizer's vocab_size is wrong")
+            tokens_file.write(block.tokens.astype(dtype).tobytes())
+            if with_bytes:
+                bytes_file.write(block.token_bytes.astype("<u4").tobytes())
+            rows.append(block.rows)
+            lengths.append(np.diff(block.ends, prepend=0))
+    return np.concatenate(rows), np.cumsum(np.concatenate(lengths))
+
+
+def _finished(root: Path, split: str, number: int, dtype: str) -> dict[str, Any] | None:
     """The record of a shard that an earlier build finished, or None."""
     path = root / f"{split}-{number:05d}.json"
     if not path.exists():
         return None
     record = json.loads(path.read_text())
-    whole = record["name"] == name and not shard_faults(root, split, number, record, dtype)
-    return record if whole else None
+    return None if shard_faults(root, split, number, record, dtype) else record
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    part = path.with_suffix(f"{path.suffix}.part")
-    with open(part, "w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    write_atomically(path, json.dumps(content, indent=1).encode())

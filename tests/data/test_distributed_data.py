@@ -105,7 +105,7 @@ def expected() -> np.ndarray:
     return np.stack(list(islice(oracle_batches(number_source(4, rows=60), seed=0, **ORDER), STEPS)))
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import random
+import signal
+import subprocess
 from collections import Counter
 from itertools import islice, pairwise, product
 
@@ -18,6 +20,9 @@ from selmodel.data.loader import TrainLoader
 from selmodel.data.packing import document_ids
 from selmodel.data.stream import Order
 from selmodel.errors import UserError
+
+# The tests start more workers than a small machine has cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SETTINGS = list(product((1, 2, 4), (0, 1, 3)))  # (devices, workers)
 SETTINGS_IDS = [f"devices{world}-workers{workers}" for world, workers in SETTINGS]
@@ -156,8 +161,12 @@ def test_start_is_asked_when_the_iteration_begins():
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_faults_in_the_corpus_reach_the_user_as_they_are(workers):
     empty = NumberSource({"train": [[], []], "validation": [["2"]]})
-    with pytest.raises(UserError, match=r"^the training split has no usable row in any of its 2 shard"):
+    before = set(multiprocessing.active_children())
+    with pytest.raises(UserError, match=r"^the training split has no usable row in any of its 2 shard") as caught:
         next(iter(loader(empty, workers)))
+    # The workers are gone, although the traceback of `caught` still holds the frames of the iteration.
+    assert set(multiprocessing.active_children()) == before
+    assert caught.tb is not None
 
 
 @pytest.mark.parametrize("workers", [0, 3])
@@ -210,6 +219,41 @@ def test_workers_end_with_the_iteration():
     assert len(workers) == 2
     batches.close()
     assert not workers & set(multiprocessing.active_children())
+
+
+@pytest.fixture
+def two_workers():
+    """(batches, their worker processes)"""
+    before = set(multiprocessing.active_children())
+    batches = iter(loader(number_source(4, rows=60), 2))
+    next(batches)
+    yield batches, set(multiprocessing.active_children()) - before
+    batches.close()
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP", "USR1", "USR2"])
+def test_a_stop_signal_to_the_whole_job_does_not_stop_the_workers(two_workers, name):
+    """The training process gets it too, and needs its workers until it has saved its state."""
+    batches, workers = two_workers
+    # From another process: from this one, SIGTERM is an order to end.
+    subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True)
+    for _ in range(20):
+        next(batches)
+    assert all(worker.is_alive() for worker in workers)
+    batches.close()
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_workers_obey_the_training_process(two_workers):
+    _, workers = two_workers
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader would report their end
+    try:
+        for worker in workers:
+            worker.terminate()
+            worker.join(timeout=10)
+            assert worker.exitcode == 0
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
 
 
 def test_more_workers_than_streams():
