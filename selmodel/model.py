@@ -22,6 +22,7 @@ WIDTH_PER_DEPTH = 64  # the paper's size rule: d_model = 64 * depth
 MLP_MULTIPLE = 64  # the SwiGLU width is rounded up to a multiple, which matrix units like
 NORM_EPS = 1e-6
 INIT_STD = 0.02
+DRAWN = ("embedding", "position_embedding", "wq", "wk", "wv", "wo", "gate", "up", "down", "head")
 
 
 class ModelOutput(NamedTuple):
@@ -151,13 +152,13 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int | None = None) -> None:
         """Set every parameter of the model anew.
 
-        | parameter                     | distribution                      | why                          |
-        |-------------------------------|-----------------------------------|------------------------------|
-        | embedding, position_embedding | normal, std 0.02                  | GPT-2                        |
-        | wq, wk, wv, gate, up          | normal, std 0.02                  | GPT-2                        |
-        | wo, down                      | normal, std 0.02 / sqrt(2 layers) | residual stream keeps scale  |
-        | head (untied)                 | normal, std 0.02                  | first loss near log(vocab)   |
-        | norms                         | 1                                 | identity                     |
+        | parameter                                | distribution     | why                                     |
+        |------------------------------------------|------------------|-----------------------------------------|
+        | embedding, position_embedding            | normal, std 0.02 | GPT-2                                   |
+        | wq, wk, wv, wo, gate, up, down           | normal, std 0.02 | GPT-2; dividing wo and down by          |
+        |                                          |                  | sqrt(2 layers) was worse (docs/LOG.md)  |
+        | head (untied)                            | normal, std 0.02 | first loss near log(vocab)              |
+        | norms                                    | 1                | identity                                |
 
         Each parameter draws in float32 on the CPU from a generator of its own, seeded by `seed` and the
         parameter's name. So one seed gives bit-identical values for every kind of attention and device. A
@@ -169,17 +170,10 @@ class Transformer(nn.Module):
             layer = name.split(".")[-2]
             if "norm" in layer:
                 parameter.fill_(1.0)
-            elif (std := self._init_std(layer)) is not None:
+            elif layer in DRAWN:
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
                 generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * std)
-
-    def _init_std(self, layer: str) -> float | None:
-        if layer in ("wo", "down"):
-            return INIT_STD / (2 * self.n_layers) ** 0.5
-        if layer in ("embedding", "position_embedding", "wq", "wk", "wv", "gate", "up", "head"):
-            return INIT_STD
-        return None
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * INIT_STD)
 
     @property
     def memory_loss_eps(self) -> float:

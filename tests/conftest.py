@@ -85,7 +85,7 @@ def tiny(corpus, cache_dir):
             return hydra.compose(
                 "train",
                 [
-                    *TINY,
+                    *(option for option in TINY if not (option == "data=local" and "data=tokens" in overrides)),
                     f"data.root={corpus}",
                     f"cache_dir={cache_dir}",
                     f"runs_root={run_dir.parent}",

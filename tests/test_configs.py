@@ -62,7 +62,14 @@ DIFFERENT = {
 
 @pytest.mark.parametrize(
     "overrides",
-    [["attention=standard"], ["attention=selective"], ["data=local"], ["data=docstrings"], ["tokenizer=huggingface"]],
+    [
+        ["attention=standard"],
+        ["attention=selective"],
+        ["data=local"],
+        ["data=docstrings"],
+        ["data=tokens"],
+        ["tokenizer=huggingface"],
+    ],
     ids=lambda overrides: overrides[0],
 )
 def test_defaults_are_the_same_in_configuration_and_constructor(overrides):

@@ -68,6 +68,12 @@ class TokenCache(Source):
             self._index = read_index(root)
         return self._index
 
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The SentencePiece model the cache was made with, where it was one."""
+        path = Path(self.root or "").expanduser().absolute() / MODEL
+        return path if path.exists() else None
+
     def prepare(self) -> None:
         _ = self.index
 

@@ -268,7 +268,7 @@ class SentencePiece:
     def build(self, source: Source | None, cache_dir: str | os.PathLike) -> SentencePieceTokenizer:
         """The tokenizer; `source` is read only where the file is missing. UserError, see load_or_train."""
         return load_or_train(
-            self.path,
+            self.path or getattr(source, "tokenizer_path", None),  # a token cache brings its own
             source,
             vocab_size=self.vocab_size,
             cache_dir=cache_dir,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 
 import pytest
 import torch
 
 from selmodel.attention import selection
+from selmodel.data.token_cache_writer import build_token_cache
 from selmodel.training.checkpoint import read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.optim import AdamW
@@ -33,10 +35,6 @@ class Recorder(LanguageModel):
             lambda *_: self.gradients.append([p.grad.clone() for p in self.model.parameters()])
         )
         return optimizer
-
-
-class Masked(torch.utils.data.Dataset):
-    """Wraps batches with a mask of the targets that count."""
 
 
 def gradients(cfg, micro_batch_tokens, mask=None, steps=1):
@@ -194,3 +192,31 @@ def test_a_further_kind_of_attention_is_one_file_and_one_yaml(tmp_path, tiny, mo
     assert math.isfinite(result.loss)
     checkpoint = read_checkpoint(tmp_path / "run" / "last.ckpt")
     assert checkpoint["selmodel"]["architecture"]["attention"]["kind"] == "Average"
+
+
+@pytest.mark.slow
+def test_a_token_cache_gives_the_run_of_the_text(tmp_path, tiny, corpus):
+    """The same losses to the last bit, and a run begun on the text goes on from the cache."""
+    cfg = tiny(tmp_path / "text")
+    train(cfg)
+    tokenizer, data = build_data(cfg)
+    build_token_cache(data.source, tokenizer, tmp_path / "cache")
+    cached = ("data=tokens", f"data.root={tmp_path / 'cache'}")
+    train(tiny(tmp_path / "tokens", *cached))
+    train(tiny(tmp_path / "both", "trainer.max_steps=5", "optim.schedule_steps=12"))
+    train(tiny(tmp_path / "both", *cached))
+    text, tokens, both = (
+        [row["train/loss"] for row in rows(tmp_path / run / "train.csv")] for run in ("text", "tokens", "both")
+    )
+    assert text == tokens == both
+    results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("text", "tokens")]
+    assert results[0]["protocol"] == results[1]["protocol"]
+    assert results[0]["validation"] == results[1]["validation"]
+
+
+def test_document_masking_changes_the_run_and_is_recorded(tmp_path, tiny):
+    train(tiny(tmp_path / "packed", "trainer.max_steps=6"))
+    train(tiny(tmp_path / "masked", "trainer.max_steps=6", "data.document_mask=true"))
+    packed, masked = ([row["train/loss"] for row in rows(tmp_path / run / "train.csv")] for run in ("packed", "masked"))
+    assert packed != masked
+    assert json.loads((tmp_path / "masked" / "results.json").read_text())["protocol"]["document_mask"] is True
