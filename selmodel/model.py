@@ -22,6 +22,7 @@ WIDTH_PER_DEPTH = 64  # the paper's size rule: d_model = 64 * depth
 MLP_MULTIPLE = 64  # the SwiGLU width is rounded up to a multiple, which matrix units like
 NORM_EPS = 1e-6
 INIT_STD = 0.02
+EMBEDDING_STD = 0.1  # of untied token embeddings
 DRAWN = ("embedding", "position_embedding", "wq", "wk", "wv", "wo", "gate", "up", "down", "head")
 
 
@@ -152,13 +153,16 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int | None = None) -> None:
         """Set every parameter of the model anew.
 
-        | parameter                                | distribution     | why                                     |
-        |------------------------------------------|------------------|-----------------------------------------|
-        | embedding, position_embedding            | normal, std 0.02 | GPT-2                                   |
-        | wq, wk, wv, wo, gate, up, down           | normal, std 0.02 | GPT-2; dividing wo and down by          |
-        |                                          |                  | sqrt(2 layers) was worse (docs/LOG.md)  |
-        | head (untied)                            | normal, std 0.02 | first loss near log(vocab)              |
-        | norms                                    | 1                | identity                                |
+        | parameter                      | distribution                    | why                                   |
+        |--------------------------------|---------------------------------|---------------------------------------|
+        | embedding                      | normal, std 0.1; 0.02 when tied | learns faster; tied, the first logits |
+        |                                |                                 | would be far from uniform             |
+        | position_embedding             | normal, std 0.02                | GPT-2                                 |
+        | wq, wk, wv, wo, gate, up, down | normal, std 0.02                | GPT-2, without its division of wo and |
+        |                                |                                 | down by sqrt(2 layers), which was     |
+        |                                |                                 | worse for both kinds (docs/LOG.md)    |
+        | head (untied)                  | normal, std 0.02                | first loss near log(vocab)            |
+        | norms                          | 1                               | identity                              |
 
         Each parameter draws in float32 on the CPU from a generator of its own, seeded by `seed` and the
         parameter's name. So one seed gives bit-identical values for every kind of attention and device. A
@@ -171,9 +175,10 @@ class Transformer(nn.Module):
             if "norm" in layer:
                 parameter.fill_(1.0)
             elif layer in DRAWN:
+                std = EMBEDDING_STD if layer == "embedding" and not self.tie_embeddings else INIT_STD
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
                 generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * INIT_STD)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * std)
 
     @property
     def memory_loss_eps(self) -> float:

@@ -469,3 +469,19 @@ def test_an_input_longer_than_the_context_is_refused(positions):
 
 def test_one_token_is_an_input():
     assert make(WITH_MEMORY)(random_tokens(n=1)).memory.flatten().tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_values_follow_the_table(tied):
+    model = Transformer(
+        400, functools.partial(StandardAttention), depth=2, head_dim=32, context_length=64, tie_embeddings=tied
+    )
+    model.init_weights(3)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+            continue
+        std = 0.1 if name == "embedding.weight" and not tied else 0.02
+        # the standard error of a sample's standard deviation is std / sqrt(2 n); six of them
+        assert parameter.std().item() == pytest.approx(std, rel=6 / (2 * parameter.numel()) ** 0.5), name
+        assert abs(parameter.mean().item()) < 6 * std / parameter.numel() ** 0.5, name
