@@ -193,6 +193,7 @@ def _identity(cfg: DictConfig, model, tokenizer: Tokenizer, data: DataModule) ->
         "config": plain(cfg),
         "architecture": model.options(),
         "tokenizer": tokenizer.state(),
+        "data": data.source.describe(),
         "environment": {
             "selmodel": selmodel.__version__,
             "git_commit": git_commit(),
@@ -276,6 +277,8 @@ def _report(
         "validation": asdict(result),
         "best": trainer.callbacks[0].best if trainer.callbacks else None,
         "protocol": trainer.datamodule.protocol(),
+        "data": identity["data"],
+        "skipped_this_start": trainer.datamodule.skipped(),
         "parameters": module.model.n_parameters(),
         "architecture": identity["architecture"],
         "environment": identity["environment"],

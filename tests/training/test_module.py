@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -156,6 +158,20 @@ def test_checkpoints_hold_the_run_in_plain_containers(tmp_path, tiny):
         assert len(checkpoint["optimizer_states"]) == 1
         assert set(checkpoint["random"][0]) >= {"python", "numpy", "torch"}
     assert not list((tmp_path / "run").glob(".*"))  # no temporary file stays
+
+
+def test_the_corpus_read_is_recorded_and_skips_are_counted(tmp_path, tiny, corpus):
+    shutil.copytree(corpus, tmp_path / "corpus")
+    first = sorted((tmp_path / "corpus" / "en").glob("c4-train*"))[0]
+    content = gzip.decompress(first.read_bytes()).splitlines(keepends=True)
+    first.write_bytes(gzip.compress(b"".join([content[0], b"not json\n", *content[1:]])))
+    overrides = (f"data.root={tmp_path / 'corpus'}", "data.on_bad_shard=skip", "trainer.max_steps=40")
+    train(tiny(tmp_path / "run", *overrides))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["skipped_this_start"]["rows"] >= 1
+    assert results["data"]["fingerprint"] == results["protocol"]["source"]
+    checkpoint = read_checkpoint(tmp_path / "run" / "last.ckpt")
+    assert checkpoint["selmodel"]["data"] == results["data"]
 
 
 def test_wandb_offline_gets_the_same_figures(tmp_path, tiny, monkeypatch):
