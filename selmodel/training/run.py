@@ -71,9 +71,9 @@ def train(cfg: DictConfig) -> ValidationResult | None:
         step = checkpoint["selmodel"]["step"]
         if step >= cfg.trainer.max_steps:
             log.info(
-                "%s is finished: step %d of trainer.max_steps=%d. For more steps raise trainer.max_steps; "
-                "for a new run choose another run_dir=...",
-                run_dir, step, cfg.trainer.max_steps,
+                "%s is finished: step %d of trainer.max_steps=%d. To train it longer, add run_dir='%s' and a higher "
+                "trainer.max_steps; for a new run, another run_dir=...",
+                run_dir, step, cfg.trainer.max_steps, run_dir,
             )  # fmt: skip
             return None
         if trainer.is_global_zero and resume_from == run_dir / LAST:
