@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -29,11 +30,13 @@ _FILLED_IN = {
     "model": ("vocab_size", "attention"),
     "data": ("tokenizer",),
     "logger.wandb": ("directory", "run_config"),
+    "callbacks.checkpoint": ("directory", "identity"),
 }
 
 
 def register_resolvers() -> None:
-    """Make ``${run_name:}`` known to Hydra; call before composing."""
+    """Make ``${run_name:}`` and ``${expand_user:PATH}`` known to Hydra; call before composing."""
+    OmegaConf.register_new_resolver("expand_user", lambda path: str(Path(path).expanduser()), replace=True)
     OmegaConf.register_new_resolver(
         "run_name", lambda: run_name(HydraConfig.get().overrides.task), replace=True, use_cache=False
     )
@@ -93,11 +96,7 @@ def _unknown_arguments(path: str, node: dict, root: dict) -> list[str]:
 
 def _wrong_types(path: str, node: DictConfig) -> list[str]:
     """Scalars of another type than the constructor's annotation names, such as a word where a number belongs."""
-    target = get_object(node["_target_"])
-    try:
-        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (NameError, AttributeError):  # an annotation that exists for type checkers only
-        return []
+    hints = _hints(get_object(node["_target_"]))
     faults = []
     for key in node:
         wanted = _scalar_types(hints.get(str(key)))
@@ -118,6 +117,28 @@ _TYPE_NAMES = {
     str: "a text",
     type(None): "null",
 }
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    """Annotations of the parameters, without those that exist for type checkers only."""
+    function = target.__init__ if inspect.isclass(target) else target
+    namespace = getattr(function, "__globals__", {})
+    hints = {}
+    for name, hint in getattr(function, "__annotations__", {}).items():
+        try:
+            hints[name] = eval(hint, namespace) if isinstance(hint, str) else hint  # an annotation in our own source
+        except NameError:
+            continue
+    return hints
+
+
+def check_scalars(cfg: DictConfig, expected: dict[str, tuple[type, ...]]) -> list[str]:
+    """Faults of top-level values that are not of one of the types expected of them."""
+    return [
+        f"{name}={cfg[name]}: expected {' or '.join(_TYPE_NAMES[one] for one in types_)}"
+        for name, types_ in expected.items()
+        if type(cfg[name]) not in types_
+    ]
 
 
 def _scalar_types(hint: Any) -> set[type]:

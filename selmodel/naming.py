@@ -32,7 +32,8 @@ def run_name(overrides: Iterable[str]) -> str:
     a name that would grow too long is cut. A name that lost something this way ends with a hash of the whole, so that
     different settings never share a directory.
     """
-    kept = sorted({item for item in overrides if _has_effect(item)})
+    # Of an option typed twice the last value counts.
+    kept = sorted({item.split("=", 1)[0]: item for item in overrides if _has_effect(item)}.values())
     if not kept:
         return "default"
     parts = [re.sub(r"=.*/(?=[^/])", "=", item).split("=", 1) for item in kept]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from selmodel import cli
 from selmodel.evaluation.run import evaluate
 from selmodel.training.run import train
+from tests.conftest import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,6 +78,27 @@ MISTAKES = {
     "not gzip": (["data.root={not_gzip}"], ["c4-train.00000-of-00001.json.gz", "gzip", "data.on_bad_shard=skip"]),
     "no text": (["data.root={no_text}"], ["c4-train.00000-of-00001.json.gz", "row 3", "text"]),
     "checkpoint": (["resume={missing}/last.ckpt"], ["resume={missing}/last.ckpt", "no such file"]),
+    "unknown monitor": (["callbacks.checkpoint.monitor=val/los"], ["callbacks.checkpoint.monitor=val/los", "val/loss"]),
+    "appended to a callback": (["+callbacks.progress.foo=1"], ["callbacks.progress.foo", "line_seconds"]),
+    "a callback that is none": (["+callbacks.foo.bar=1"], ["callbacks.foo", "_target_"]),
+    "an entry of the logger": (["+logger.tensorboard=1"], ["logger.tensorboard", "wandb"]),
+    "appended to the sample": (["+sample.foo=1"], ["sample.foo"]),
+    "sample out of range": (["sample.top_p=2", "sample.temperature=-1"], ["sample.top_p=2", "sample.temperature=-1"]),
+    "flag": (["data.document_mask=abc"], ["data.document_mask=abc", "true or false"]),
+    "compile": (["compile=abc"], ["compile=abc", "true or false"]),
+    "seed": (["seed=99999999999999"], ["seed=99999999999999"]),
+    "micro batch": (["micro_batch_tokens=0"], ["micro_batch_tokens=0"]),
+    "micro batch of a fraction": (["micro_batch_tokens=64.5"], ["micro_batch_tokens=64.5", "whole number"]),
+    "betas": (["optim.betas=[a,b]"], ["optim.betas"]),
+    "one beta": (["optim.betas=0.9"], ["optim.betas"]),
+    "epsilon": (["optim.eps=-1"], ["optim.eps=-1"]),
+    "trainer option that would do nothing": (["+trainer.limit_val_batches=1"], ["trainer.limit_val_batches=1"]),
+    "devices": (["trainer.devices=0"], ["trainer"]),
+    "no group": (["logger=null"], ["logger"]),
+    "a mirror with a password": (
+        ["data=c4", "data.mirror=http://user:secret@127.0.0.1/c4", "~data.root"],
+        ["data.mirror=http://...@127.0.0.1"],
+    ),
     "syntax": (["model.depth=[1"], ["model.depth=[1"]),
 }
 
@@ -100,6 +124,7 @@ def test_train_answers_typed_mistakes(name, run, tmp_path, corpus, cache_dir):
     assert "Traceback" not in errors
     for text in expected:
         assert text.format(**roots) in errors
+    assert "secret" not in errors
     assert not (tmp_path / "run").exists()
 
 
@@ -149,12 +174,54 @@ def test_the_commands_work_from_another_folder(tmp_path, corpus, cache_dir):
     first = run("train.py", *common, "trainer.max_steps=3")
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert "finished at step 3" in first
-    assert {p.name for p in run_dir.iterdir()} == {
+    assert {p.name for p in run_dir.iterdir() if p.name != ".lock"} == {
         "best.ckpt", "config.yaml", "last.ckpt", "results.json", "train.csv", "train.log", "validation.csv",
     }  # fmt: skip
     assert "is finished" in run("train.py", *common, "trainer.max_steps=3")
     results = json.loads((run_dir / "results.json").read_text())
     printed = run("evaluate.py", f"checkpoint={run_dir}")
-    assert json.loads((run_dir / "evaluation.json").read_text())["validation"] == results["validation"]
+    assert json.loads((run_dir / "evaluation-last.json").read_text())["validation"] == results["validation"]
     assert f"{results['validation']['loss']:.4f}" in printed
     assert f"{results['validation']['bits_per_byte']:.4f}" in printed
+
+
+def tiny_command(tmp_path, corpus, cache_dir, *arguments):
+    return [
+        sys.executable, str(ROOT / "train.py"), *TINY, f"data.root={corpus}", f"cache_dir={cache_dir}", *arguments,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_each_job_in_its_folder_and_one_failure_does_not_stop_it(tmp_path, corpus, cache_dir):
+    command = tiny_command(
+        tmp_path, corpus, cache_dir, "-m", "attention=standard,selective", "model.n_heads=0,1", "trainer.max_steps=2",
+        "logger=wandb", "logger.wandb.mode=offline",
+    )  # fmt: skip
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 2
+    assert "model.n_heads=0" in result.stderr
+    assert "Traceback" not in result.stderr
+    runs = sorted((tmp_path / "multirun").iterdir())
+    assert len(runs) == 2
+    ids = set()
+    for run in runs:
+        assert json.loads((run / "results.json").read_text())["step"] == 2
+        assert f"run_dir: {run}" in (run / "config.yaml").read_text()
+        assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+        ids.add((run / "wandb_id").read_text())
+    assert len(ids) == 2
+
+
+@pytest.mark.slow
+def test_a_signal_stops_a_whole_sweep(tmp_path, corpus, cache_dir):
+    command = tiny_command(tmp_path, corpus, cache_dir, "-m", "seed=0,1", "trainer.max_steps=2000")
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not list(tmp_path.glob("multirun/*/train.csv")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "the same command goes on from there" in output
+    assert "Error executing job" not in output
+    assert len(list((tmp_path / "multirun").iterdir())) == 1

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from selmodel.cli import CONFIGS, group_choices
 from selmodel.config import check_options, register_resolvers
-from selmodel.training.run import check_config
+from selmodel.training.setup import check_config
 
 register_resolvers()
 

@@ -46,3 +46,7 @@ def test_a_name_can_be_typed_as_a_value_without_quotes():
 def test_what_looks_like_a_separator_inside_a_value_makes_no_collision():
     assert run_name(["a=b+c=d"]) != run_name(["a=b", "c=d"])
     assert run_name(["a=-b"]) != run_name(["a=b"])
+
+
+def test_of_an_option_typed_twice_the_last_value_counts():
+    assert run_name(["a=1", "a=2"]) == run_name(["a=2"]) != run_name(["a=2", "a=1"])

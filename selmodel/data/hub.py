@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 from selmodel.data.caching import one_process, write_atomically
 from selmodel.data.sources import SPLITS, Shard, Source, check_split, fingerprint, list_folder
@@ -59,6 +60,12 @@ class C4Source(Source):
         on_bad_shard: str = "error",
     ):
         super().__init__(on_bad_shard=on_bad_shard, retries=Retries(attempts, timeout, backoff, max_wait))
+        if mirror and is_remote(mirror) and "@" in urlsplit(mirror).netloc:
+            raise UserError(
+                f"data.mirror={urlsplit(mirror).scheme}://...@{urlsplit(mirror).hostname}: an address with a password "
+                "is not accepted, since addresses are logged and stored with a run. Serve the mirror without one, or "
+                "copy it into a folder (data=local data.root=DIR)"
+            )
         self.repository = repository
         self.config = config
         self.revision = revision

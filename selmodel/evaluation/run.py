@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from selmodel.config import build, check_options, did_you_mean
+from selmodel.config import build, check_options, did_you_mean, plain
+from selmodel.data.caching import write_atomically
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.training.checkpoint import LAST, read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.resume import check_identity, load_weights
-from selmodel.training.run import build_model, build_trainer
+from selmodel.training.setup import build_model, build_trainer, check_trainer
+from selmodel.training.summary import to_json
 
 log = logging.getLogger(__name__)
 
-EVALUATE_KEYS = ("checkpoint", "suite", "output", "cache_dir", "data", "trainer")
+EVALUATE_KEYS = ("checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer")
 
 
 def evaluate(cfg: DictConfig) -> ValidationResult:
@@ -37,9 +37,12 @@ def evaluate(cfg: DictConfig) -> ValidationResult:
             f"suite={cfg.suite}: no such suite{did_you_mean(str(cfg.suite), list(SUITES))} "
             f"(expected one of {', '.join(SUITES)})"
         )
+    if cfg.output and Path(cfg.output).expanduser().is_dir():
+        raise UserError(f"output={cfg.output}: is a folder; expected the name of a JSON file")
     if cfg.checkpoint is None:
         raise UserError("checkpoint: not given; expected checkpoint=RUN/last.ckpt or the folder of a run")
-    path = Path(cfg.checkpoint).expanduser()
+    check_trainer(plain(cfg.trainer))
+    path = Path(str(cfg.checkpoint)).expanduser()
     if path.is_dir():
         path = path / LAST
     return SUITES[cfg.suite](cfg, path)
@@ -52,19 +55,23 @@ def perplexity(cfg: DictConfig, path: Path) -> ValidationResult:
     source = build(run.data.source)
     source.prepare()
     data = build(run.data, source=source, tokenizer=tokenizer)
+    stored = checkpoint["selmodel"]["environment"]
+    cfg.trainer.precision = cfg.precision or stored["precision"]
+    if cfg.trainer.precision != stored["precision"]:
+        log.warning("precision=%s: the run was trained and validated in %s", cfg.precision, stored["precision"])
     trainer = build_trainer(cfg, callbacks=[], loggers=[])
     trainer.validate(module, datamodule=data, verbose=False)
     result = module.validation
     if trainer.is_global_zero:
-        output = Path(cfg.output).expanduser() if cfg.output else path.parent / "evaluation.json"
+        output = Path(cfg.output).expanduser() if cfg.output else path.parent / f"evaluation-{path.stem}.json"
         results = {
             "checkpoint": path.name,
             "step": checkpoint["selmodel"]["step"],
             "validation": asdict(result),
-            "protocol": data.protocol(),
-            "environment": checkpoint["selmodel"]["environment"],
+            "protocol": data.protocol() | {"precision": cfg.trainer.precision},
+            "environment": stored,
         }
-        _write(output, results)
+        write_atomically(output, to_json(results))
         for line in (
             f"{path}, step {checkpoint['selmodel']['step']}",
             f"  validation loss      {result.loss:.4f} nats per token",
@@ -103,13 +110,6 @@ def load_module(checkpoint: dict, path: Path, cfg: DictConfig) -> tuple[DictConf
     module = LanguageModel(model, build(run.optim))
     load_weights(checkpoint, module)
     return run, tokenizer, module
-
-
-def _write(path: Path, results: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 SUITES: dict[str, Callable[[DictConfig, Path], ValidationResult]] = {"perplexity": perplexity}

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 LAST = "last.ckpt"
 BEST = "best.ckpt"
+MONITORS = ("val/loss", "val/perplexity", "val/bits_per_byte")
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -91,12 +92,22 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # zip, pickle, EOF and runtime errors, by the kind of damage
         raise UserError(
-            f"checkpoint={path}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); "
-            f"it is damaged or not a checkpoint; try the other one of {LAST} and {BEST}"
+            f"checkpoint={path}: cannot be read ({type(error).__name__}, {path.stat().st_size} bytes); it is damaged "
+            f"or not a checkpoint; try the other one of {LAST} and {BEST}"
         ) from error
-    if not isinstance(checkpoint, dict) or "selmodel" not in checkpoint:
-        raise UserError(f"checkpoint={path}: not a selmodel checkpoint; expected one that train.py wrote")
+    stored = checkpoint.get("selmodel") if isinstance(checkpoint, dict) else None
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        raise UserError(
+            f"checkpoint={path}: not a checkpoint that this version reads; expected one of format {FORMAT}, written by "
+            "train.py"
+        )
     return checkpoint
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the temporary files of checkpoints that a kill has cut short."""
+    for path in directory.glob(".*.ckpt.*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 class CheckpointWriter(L.Callback):
@@ -120,6 +131,10 @@ class CheckpointWriter(L.Callback):
     ) -> None:
         if every_n_steps < 0:
             raise UserError(f"callbacks.checkpoint.every_n_steps={every_n_steps}: must be 0 (at the end only) or more")
+        if monitor not in (None, *MONITORS):
+            raise UserError(
+                f"callbacks.checkpoint.monitor={monitor}: no such figure; expected null or one of {', '.join(MONITORS)}"
+            )
         self.directory = Path(directory)
         self.identity = identity
         self.every_n_steps = every_n_steps
@@ -141,9 +156,6 @@ class CheckpointWriter(L.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         if self.monitor is not None:
-            if self.monitor not in trainer.callback_metrics:
-                known = ", ".join(sorted(k for k in trainer.callback_metrics if k.startswith("val/")))
-                raise UserError(f"callbacks.checkpoint.monitor={self.monitor}: no such figure; one of {known}")
             value = float(trainer.callback_metrics[self.monitor])
             if self.best is None or value < self.best:
                 self.best, self.best_step = value, trainer.global_step
@@ -177,10 +189,13 @@ class CheckpointWriter(L.Callback):
         module.timer.start()
 
     def state_dict(self) -> dict:
-        return {"best": self.best, "best_step": self.best_step}
+        return {"monitor": self.monitor, "best": self.best, "best_step": self.best_step}
 
     def load_state_dict(self, state: dict) -> None:
-        self.best, self.best_step = state["best"], state["best_step"]
+        if state["monitor"] == self.monitor:
+            self.best, self.best_step = state["best"], state["best_step"]
+        else:
+            log.info("%s: looking for the lowest %s anew; it was %s before", BEST, self.monitor, state["monitor"])
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict) -> None:
         checkpoint["selmodel"] = self.identity() | {"format": FORMAT, "step": trainer.global_step}

@@ -14,8 +14,10 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """The run was asked to stop and has stopped after a whole step, its checkpoint written.
+
+    Not an ``Exception``: a sweep, which goes on with the next job after a failed one, stops too.
 
     Attributes:
         signal: the signal's number.

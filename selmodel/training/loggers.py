@@ -32,8 +32,14 @@ class Table:
         self.path = path
         self.columns: list[str] = []
         if path.exists():
-            with path.open(newline="") as file:
-                self.columns = next(csv.reader(file), [])
+            text = path.read_text(errors="replace")
+            self.columns = next(csv.reader(text.splitlines()[:1]), []) if "\n" in text else []
+            if not self.columns or self.columns[0] != "step":
+                self.columns = []
+                if text:
+                    damaged = path.with_name(f"{path.stem}.damaged.csv")
+                    log.warning("%s has no whole header line; kept as %s, beginning anew", path, damaged.name)
+                    os.replace(path, damaged)
 
     def rows(self) -> list[dict[str, str]]:
         """All whole rows, as text; a half-written last line, left by a kill, is not one."""
@@ -157,15 +163,17 @@ def wandb_logger(
     if mode not in modes:
         raise UserError(f"logger.wandb.mode={mode}: must be one of {', '.join(modes)}")
     has_key = _has_wandb_key()
+    wanted = os.environ.get("WANDB_MODE")
     if mode == "online" and not has_key:
         raise UserError(
             "logger.wandb.mode=online: no key found in WANDB_API_KEY or ~/.netrc; run `wandb login`, or set "
             "logger.wandb.mode=offline"
         )
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        mode = wanted or ("online" if has_key else "offline")
         if mode == "offline":
-            log.info("wandb: no key found, logging offline below %s (send it later with `wandb sync`)", directory)
+            reason = f"WANDB_MODE={wanted}" if wanted else "no key found"
+            log.info("wandb: %s, logging offline below %s (send it later with `wandb sync`)", reason, directory)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     id_file = directory / "wandb_id"

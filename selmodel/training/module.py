@@ -67,7 +67,6 @@ class LanguageModel(L.LightningModule):
         self.tokens_seen = 0
         self.validation: ValidationResult | None = None  # of the last finished pass
         self._sums: ValidationSums | None = None
-        self._last_tokens_per_second: float | None = None
         if compile:
             # In place: unlike torch.compile(model), it leaves no "_orig_mod." in the names of a checkpoint.
             self.model.compile()
@@ -84,6 +83,7 @@ class LanguageModel(L.LightningModule):
         return self.model(tokens, document_ids)
 
     def on_train_start(self) -> None:
+        self.optim.apply(self.optimizers().optimizer)
         self.timer.start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -194,7 +194,6 @@ class LanguageModel(L.LightningModule):
         metrics |= self._selection_metrics(batch)
         figures = self.timer.take()
         metrics |= figures
-        self._last_tokens_per_second = figures.get("throughput/tokens_per_second", self._last_tokens_per_second)
         peak = peak_flops(self.device)
         if peak is not None and figures:
             flops = self.model.flops_per_token() * figures["throughput/tokens_per_second"]
@@ -258,8 +257,8 @@ class LanguageModel(L.LightningModule):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Training speed over the last logged window, all processes together; None before the first."""
-        return self._last_tokens_per_second
+        """Training speed since the start, all processes together, without validations; None before a step."""
+        return self.timer.tokens_per_second
 
 
 def _inputs_only(document_ids: Tensor | None) -> Tensor | None:

@@ -52,13 +52,15 @@ class AdamW:
     decay_ratio: float = 0.2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "betas", tuple(self.betas) if isinstance(self.betas, list | tuple) else (self.betas,))
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", min(1000, max(self.schedule_steps, 0) // 10))
         faults = []
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             faults.append(f"optim.lr={self.lr}: must be above 0, for example optim.lr=1e-3")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not 0 <= self.eps < math.inf:
+            faults.append(f"optim.eps={self.eps}: must be 0 or more, for example 1e-8")
+        if len(self.betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in self.betas):
             faults.append(f"optim.betas={list(self.betas)}: two numbers in [0, 1), for example [0.9,0.95]")
         if self.weight_decay < 0:
             faults.append(f"optim.weight_decay={self.weight_decay}: must not be negative; 0 turns it off")
@@ -101,15 +103,17 @@ class AdamW:
         """AdamW over ``model``'s parameters in two groups: matrices with weight decay, the rest without."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim >= 2]},
+            {"params": [p for p in parameters if p.ndim < 2]},
         ]
         # The fused form is one pass over memory per parameter and exists for CPU and CUDA.
         fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            fused=fused or None,
-        )
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=self.lr, fused=fused or None)
+        self.apply(optimizer)
+        return optimizer
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set these options on ``optimizer``; loading its state puts back those it was saved with."""
+        for group in optimizer.param_groups:
+            matrices = group["params"][0].ndim >= 2
+            group |= {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay if matrices else 0.0}

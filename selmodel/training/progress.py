@@ -10,6 +10,8 @@ from typing import Any
 import lightning as L
 from tqdm import tqdm
 
+from selmodel.errors import UserError
+
 log = logging.getLogger(__name__)
 
 
@@ -24,6 +26,10 @@ class Progress(L.Callback):
     """
 
     def __init__(self, *, bar: bool | str = "auto", line_seconds: float = 10.0) -> None:
+        if bar not in ("auto", True, False):
+            raise UserError(f"callbacks.progress.bar={bar}: must be auto, true or false")
+        if not line_seconds >= 0:
+            raise UserError(f"callbacks.progress.line_seconds={line_seconds}: must be 0 or more seconds")
         self.bar = sys.stderr.isatty() if bar == "auto" else bool(bar)
         self.line_seconds = line_seconds
         self._bar: tqdm | None = None

@@ -13,17 +13,9 @@ log = logging.getLogger(__name__)
 
 # Settings a resumed run may have changed; everything else in these groups must stand as it was.
 _FREE = (
-    "runs_root",
-    "run_dir",
-    "resume",
-    "cache_dir",
-    "logger",
-    "callbacks",
-    "sample",
-    "compile",
-    "trainer",
-    "data.workers",
-)
+    "runs_root", "run_dir", "resume", "cache_dir", "logger", "callbacks", "sample", "compile", "data.workers",
+    "data.prefetch", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.log_every_n_steps",
+)  # fmt: skip
 
 
 def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
@@ -46,14 +38,20 @@ def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
                 "choose another run_dir=..., remove that folder, or go on with resume=auto"
             )
         return None
-    path = Path(resume).expanduser()
+    path = Path(resume).expanduser().resolve()
     if path.is_dir():
         path = path / LAST
     if not path.is_file():
         raise UserError(
             f"resume={resume}: no such file; expected auto, never, or the path of a checkpoint (RUN/{LAST})"
         )
-    return path
+    if path.parent == run_dir or not (last.exists() or (run_dir / "train.csv").exists()):
+        return path
+    if last.exists() and read_checkpoint(last)["selmodel"]["config"]["resume"] == resume:
+        return last  # begun from that checkpoint by the same command, and further now
+    raise UserError(
+        f"resume={resume}: {run_dir} already holds another run, which would be overwritten; choose another run_dir=..."
+    )
 
 
 def check_identity(checkpoint: dict, identity: dict, path: Path) -> None:

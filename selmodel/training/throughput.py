@@ -55,6 +55,8 @@ class StepTimer:
         self._seconds = dict.fromkeys(self.PARTS, 0.0)
         self._steps = 0
         self._tokens = 0
+        self._all_seconds = 0.0
+        self._all_tokens = 0
 
     def start(self) -> None:
         """Start or go on counting from now."""
@@ -84,6 +86,13 @@ class StepTimer:
             figures["throughput/tokens_per_second"] = self._tokens / seconds
             figures["throughput/step_seconds"] = seconds / self._steps
             figures |= {f"throughput/{part}_seconds": self._seconds[part] / self._steps for part in self.PARTS}
+        self._all_seconds += seconds
+        self._all_tokens += self._tokens
         self._seconds = dict.fromkeys(self.PARTS, 0.0)
         self._steps = self._tokens = 0
         return figures
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second over all that ``take`` has returned; None before a step."""
+        return self._all_tokens / self._all_seconds if self._all_seconds else None

@@ -16,7 +16,8 @@ from selmodel.data.token_cache_writer import build_token_cache
 from selmodel.training.checkpoint import read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.optim import AdamW
-from selmodel.training.run import build_data, build_model, build_trainer, train
+from selmodel.training.run import train
+from selmodel.training.setup import build_data, build_model, build_trainer
 
 
 def rows(path):
@@ -157,7 +158,7 @@ def test_checkpoints_hold_the_run_in_plain_containers(tmp_path, tiny):
         assert checkpoint["DataModule"]["step"] == 5
         assert len(checkpoint["optimizer_states"]) == 1
         assert set(checkpoint["random"][0]) >= {"python", "numpy", "torch"}
-    assert not list((tmp_path / "run").glob(".*"))  # no temporary file stays
+    assert not list((tmp_path / "run").glob("*.tmp"))  # no temporary file stays
 
 
 def test_the_corpus_read_is_recorded_and_skips_are_counted(tmp_path, tiny, corpus):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 
+import filelock
 import pytest
 import torch
 
@@ -111,6 +113,103 @@ def test_another_order_of_the_data_is_refused(tmp_path, tiny):
     train(tiny(tmp_path / "run", "trainer.max_steps=1"))
     with pytest.raises(UserError, match=r"data\.batch_size"):
         train(tiny(tmp_path / "run", "trainer.max_steps=2", "data.batch_size=16"))
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_refused_resume_changes_nothing(tmp_path, tiny):
+    train(tiny(tmp_path / "run", "trainer.max_steps=7"))
+    shutil.copy(tmp_path / "run" / "best.ckpt", tmp_path / "run" / "last.ckpt")
+    before = content(tmp_path / "run")
+    for override in ("data.batch_size=16", "seed=1", "model.n_heads=1"):
+        with pytest.raises(UserError):
+            train(tiny(tmp_path / "run", override))
+    assert content(tmp_path / "run") == before
+
+
+def test_optimizer_options_changed_on_resume_take_effect_and_are_said(tmp_path, tiny, caplog):
+    schedule = "optim.schedule_steps=12"
+    for name in ("same", "changed"):
+        train(tiny(tmp_path / name, schedule, "trainer.max_steps=6"))
+    train(tiny(tmp_path / "same", schedule))
+    caplog.set_level("INFO")
+    train(tiny(tmp_path / "changed", schedule, "optim.weight_decay=0.9", "optim.betas=[0.5,0.5]"))
+    assert "optim.weight_decay: 0.1 in the checkpoint, 0.9 now" in caplog.text
+    same, changed = (column(tmp_path / name / "train.csv", "train/loss") for name in ("same", "changed"))
+    assert same[7] == changed[7]  # the loss before the first step with the new options
+    assert same[9] != changed[9]
+    (state,) = read_checkpoint(tmp_path / "changed" / "last.ckpt")["optimizer_states"]
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.9, 0.0]
+
+
+def test_resume_from_another_run_begins_a_new_directory_and_then_goes_on_in_it(tmp_path, tiny):
+    train(tiny(tmp_path / "first", "trainer.max_steps=4", "optim.schedule_steps=12"))
+    other = (f"resume={tmp_path / 'first' / 'last.ckpt'}", "optim.schedule_steps=12")
+    train(tiny(tmp_path / "second", *other, "trainer.max_steps=8"))
+    train(tiny(tmp_path / "second", *other, "trainer.max_steps=10"))
+    assert list(column(tmp_path / "second" / "train.csv", "train/loss")) == [5, 6, 7, 8, 9, 10]
+    train(tiny(tmp_path / "third", "trainer.max_steps=2"))
+    before = content(tmp_path / "third")
+    with pytest.raises(UserError, match="already holds another run"):
+        train(tiny(tmp_path / "third", *other))
+    assert content(tmp_path / "third") == before
+
+
+def test_going_back_to_the_best_checkpoint_of_a_run_rewinds_its_metrics(tmp_path, tiny):
+    train(tiny(tmp_path / "run", "trainer.max_steps=5", "optim.schedule_steps=12"))
+    shutil.copy(tmp_path / "run" / "last.ckpt", tmp_path / "run" / "kept.ckpt")
+    train(tiny(tmp_path / "run", "trainer.max_steps=8", "optim.schedule_steps=12"))
+    train(tiny(tmp_path / "run", f"resume={tmp_path / 'run' / 'kept.ckpt'}", "trainer.max_steps=9"))
+    assert list(column(tmp_path / "run" / "train.csv", "train/loss")) == list(range(1, 10))
+
+
+def test_another_monitor_begins_anew(tmp_path, tiny):
+    train(tiny(tmp_path / "run", "callbacks.checkpoint.monitor=val/bits_per_byte", "trainer.max_steps=5"))
+    train(tiny(tmp_path / "run", "trainer.max_steps=40"))
+    state = read_checkpoint(tmp_path / "run" / "best.ckpt")["callbacks"]["CheckpointWriter"]
+    assert state["monitor"] == "val/loss"
+    assert state["best_step"] > 5
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"PK\x03\x04"], ids=["empty", "garbage", "cut"])
+def test_a_damaged_checkpoint_is_said_to_be(tmp_path, tiny, damage):
+    train(tiny(tmp_path / "run", "trainer.max_steps=1"))
+    (tmp_path / "run" / "last.ckpt").write_bytes(damage)
+    with pytest.raises(UserError, match=r"last\.ckpt: cannot be read"):
+        train(tiny(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("damage", ["", "step,trai", "7,1.0\n"], ids=["empty", "cut header", "no header"])
+def test_damaged_metrics_do_not_stop_a_resume(tmp_path, tiny, damage):
+    train(tiny(tmp_path / "run", "trainer.max_steps=3", "optim.schedule_steps=12"))
+    (tmp_path / "run" / "train.csv").write_text(damage)
+    train(tiny(tmp_path / "run", "trainer.max_steps=5", "optim.schedule_steps=12"))
+    assert list(column(tmp_path / "run" / "train.csv", "train/loss")) == [4, 5]
+    if damage:
+        assert (tmp_path / "run" / "train.damaged.csv").read_text() == damage
+
+
+def test_one_directory_has_one_writer(tmp_path, tiny):
+    (tmp_path / "run").mkdir()
+    with filelock.FileLock(tmp_path / "run" / ".lock"), pytest.raises(UserError, match="another process is training"):
+        train(tiny(tmp_path / "run"))
+
+
+def test_files_of_a_save_cut_short_are_removed(tmp_path, tiny):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".last.ckpt.abc.tmp").write_bytes(b"half")
+    train(tiny(tmp_path / "run", "trainer.max_steps=1"))
+    assert not list((tmp_path / "run").glob("*.tmp"))
+    assert not list((tmp_path / "run").glob(".*.tmp"))
+
+
+def test_a_diverged_run_ends_with_its_figures(tmp_path, tiny, caplog):
+    caplog.set_level("INFO")
+    train(tiny(tmp_path / "run", "optim.lr=1e30", "optim.gradient_clip=null", "trainer.max_steps=6"))
+    assert "diverged" in caplog.text
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["validation"]["loss"] is None
 
 
 def test_never_does_not_overwrite(tmp_path, tiny):

@@ -33,6 +33,7 @@ def test_time_is_split_by_part_and_pauses_do_not_count():
         "throughput/optimizer_seconds": 0.5,
     }
     assert timer.take() == {}
+    assert timer.tokens_per_second == 200.0
 
 
 def test_an_unknown_device_has_no_peak():
