@@ -44,6 +44,10 @@ def main(task: Callable[[DictConfig], object], config_name: str) -> None:
         _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error))
+    except ValueError as error:
+        if "Config group override" not in str(error):  # Hydra's answer to group=null
+            raise
+        _fail(f"a group cannot be null ({error}); python {Path(sys.argv[0]).name} --help lists the choices")
     except Interrupted as error:
         print(f"{error}; the same command goes on from there", file=sys.stderr)
         sys.exit(128 + error.signal)

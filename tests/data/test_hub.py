@@ -281,3 +281,10 @@ def test_lists_of_different_places_are_kept_apart(tmp_path):
     ]
     assert len({source.list_path for source in sources}) == len(sources)
     assert quick(tmp_path, mirror="http://a").list_path == sources[4].list_path
+
+
+def test_an_address_with_a_password_is_refused_and_not_repeated(tmp_path):
+    with pytest.raises(UserError) as error:
+        C4Source(cache_dir=str(tmp_path), mirror="http://user:secret@127.0.0.1:1/c4")
+    assert "data.mirror=http://...@127.0.0.1" in str(error.value)
+    assert "secret" not in str(error.value)
