@@ -15,9 +15,9 @@ from selmodel.training.interrupt import Interrupted
 from selmodel.training.run import train
 
 
-def losses(path):
+def losses(path, name):
     with path.open(newline="") as file:
-        return {row["step"]: row["train/loss"] for row in csv.DictReader(file)}
+        return {row["step"]: row[name] for row in csv.DictReader(file)}
 
 
 def send_after(path, n_rows, number):
@@ -47,4 +47,5 @@ def test_a_signal_stops_after_a_step_and_nothing_is_lost(tmp_path, tiny, number)
     assert signal.getsignal(number) == before  # the handlers are put back
     train(tiny(tmp_path / "parts", *common))
     train(tiny(tmp_path / "whole", *common))
-    assert losses(tmp_path / "parts" / "train.csv") == losses(tmp_path / "whole" / "train.csv")
+    for file, name in (("train.csv", "train/loss"), ("validation.csv", "val/loss")):
+        assert losses(tmp_path / "parts" / file, name) == losses(tmp_path / "whole" / file, name)

@@ -12,6 +12,7 @@ import torch
 
 from selmodel.errors import UserError
 from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.module import LanguageModel
 from selmodel.training.resume import differences, find_checkpoint
 from selmodel.training.run import train
 
@@ -74,6 +75,30 @@ def test_a_run_killed_after_its_checkpoint_goes_on_from_there(tmp_path, tiny):
         tmp_path / "whole" / "train.csv", "train/loss"
     )
     assert list(column(tmp_path / "parts" / "train.overtaken.csv", "train/loss")) == [7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("interval", [5, 10, 3])
+def test_a_crash_after_a_checkpoint_taken_inside_training(tmp_path, tiny, monkeypatch, interval):
+    """The checkpoint of step 10 is written in the middle of training, after a validation or between two of them."""
+    common = ("callbacks.checkpoint.every_n_steps=10", f"trainer.val_check_interval={interval}", "trainer.max_steps=21")
+    common = (*common, "data.validation_batch_size=3")
+    train(tiny(tmp_path / "whole", *common))
+
+    step = LanguageModel.training_step
+
+    def crashing(self, batch, batch_idx):
+        if self.global_step == 13:
+            raise RuntimeError("crash")
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModel, "training_step", crashing)
+    with pytest.raises(RuntimeError, match="crash"):
+        train(tiny(tmp_path / "parts", *common))
+    monkeypatch.undo()
+    assert read_checkpoint(tmp_path / "parts" / "last.ckpt")["selmodel"]["step"] == 10
+    train(tiny(tmp_path / "parts", *common))
+    for name, key in (("train.csv", "train/loss"), ("validation.csv", "val/loss"), ("validation.csv", "val/tokens")):
+        assert column(tmp_path / "parts" / name, key) == column(tmp_path / "whole" / name, key)
 
 
 def test_every_validation_after_a_resume_runs_all_its_batches(tmp_path, tiny):

@@ -58,7 +58,8 @@ def _choose(name: str, device_type: str) -> Kernel:
         name, reason = "eager", f"the only kernel built so far, on {device_type}"
     else:
         reason = f"asked for by attention.kernel, on {device_type}"
-    log.info("selective attention: %s (%s)", name, reason)
+    if device_type != "meta":  # a model without values, built only to check its options
+        log.info("selective attention: %s (%s)", name, reason)
     return Kernel(name, KERNELS[name], reason)
 
 
