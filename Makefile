@@ -17,8 +17,9 @@ help:
 quickstart: install
 	$(RUN) train.py experiment=quickstart attention=selective $(ARGS)
 
+# Two test processes of one thread each: more threads than cores slow small models down many times.
 test: lint
-	$(RUN) -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 $(ARGS)
 
 lint: install-dev
 	$(RUN) -m ruff check .
