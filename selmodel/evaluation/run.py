@@ -56,9 +56,10 @@ def perplexity(cfg: DictConfig, path: Path) -> ValidationResult:
     source.prepare()
     data = build(run.data, source=source, tokenizer=tokenizer)
     stored = checkpoint["selmodel"]["environment"]
-    cfg.trainer.precision = cfg.precision or stored["precision"]
-    if cfg.trainer.precision != stored["precision"]:
-        log.warning("precision=%s: the run was trained and validated in %s", cfg.precision, stored["precision"])
+    trained_in = stored.get("precision", "auto")
+    cfg.trainer.precision = cfg.precision or trained_in
+    if cfg.trainer.precision != trained_in:
+        log.warning("precision=%s: the run was trained and validated in %s", cfg.precision, trained_in)
     trainer = build_trainer(cfg, callbacks=[], loggers=[])
     trainer.validate(module, datamodule=data, verbose=False)
     result = module.validation
