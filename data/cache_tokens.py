@@ -58,7 +58,10 @@ def main(arguments: Sequence[str]) -> int:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
     tokens = sum(record["tokens"] for record in cache.index["splits"]["train"])
-    print(f"{args.folder}: {tokens:,} tokens to train on; read them with data=tokens data.root={args.folder}")
+    options = f"data=tokens data.root={args.folder}"
+    if cfg.tokenizer.get("vocab_size"):
+        options += f" tokenizer.vocab_size={cfg.tokenizer.vocab_size}"
+    print(f"{args.folder}: {tokens:,} tokens to train on; read them with {options}")
     return 0
 
 

@@ -8,6 +8,7 @@ validation included, so a resumed run does the next step and nothing twice.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import tempfile
@@ -157,7 +158,8 @@ class CheckpointWriter(L.Callback):
             return
         if self.monitor is not None:
             value = float(trainer.callback_metrics[self.monitor])
-            if self.best is None or value < self.best:
+            # A diverged run's NaN is never the lowest, and nothing would be lower than it later.
+            if math.isfinite(value) and (self.best is None or value < self.best):
                 self.best, self.best_step = value, trainer.global_step
                 self._save(trainer, module, BEST)
         if self._due(trainer.global_step):

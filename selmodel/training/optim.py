@@ -57,7 +57,7 @@ class AdamW:
             object.__setattr__(self, "warmup_steps", min(1000, max(self.schedule_steps, 0) // 10))
         faults = []
         if not 0 < self.lr < math.inf:
-            faults.append(f"optim.lr={self.lr}: must be above 0, for example optim.lr=1e-3")
+            faults.append(f"optim.lr={self.lr}: must be above 0 and finite, for example optim.lr=1e-3")
         if not 0 <= self.eps < math.inf:
             faults.append(f"optim.eps={self.eps}: must be 0 or more, for example 1e-8")
         if len(self.betas) != 2 or not all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in self.betas):

@@ -234,6 +234,7 @@ def test_a_diverged_run_ends_with_its_figures(tmp_path, tiny, caplog):
     caplog.set_level("INFO")
     train(tiny(tmp_path / "run", "optim.lr=1e30", "optim.gradient_clip=null", "trainer.max_steps=6"))
     assert "diverged" in caplog.text
+    assert not (tmp_path / "run" / "best.ckpt").exists()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["validation"]["loss"] is None
 
 
