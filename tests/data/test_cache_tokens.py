@@ -35,7 +35,7 @@ def test_the_cache_holds_the_tokens_of_the_corpus(command, options, corpus, tmp_
     assert command([str(tmp_path / "cache"), *options]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("token cache: 1 of 4 shards, ")
-    assert printed[-1].endswith(f"data=tokens data.root={tmp_path / 'cache'}")
+    assert printed[-1].endswith(f"data=tokens data.root={tmp_path / 'cache'} tokenizer.vocab_size=400")
     tokenizer = SentencePieceTokenizer(tmp_path / "cache" / "tokenizer.model")
     documents = TokenCache(str(tmp_path / "cache")).documents(tokenizer)
     source = LocalSource(str(corpus))
