@@ -19,9 +19,10 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from selmodel.cli import CONFIGS, explain
-from selmodel.config import build, register_resolvers
+from selmodel.config import register_resolvers
 from selmodel.data.token_cache_writer import build_token_cache
 from selmodel.errors import UserError
+from selmodel.training.setup import build_corpus
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,9 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"--workers {args.workers}: expected 0 or more processes")
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             cfg = hydra.compose("train", args.options)
-        source = build(cfg.data.source)
-        source.prepare()
-        tokenizer = build(cfg.tokenizer).build(source, cfg.cache_dir)
+        source, tokenizer = build_corpus(cfg)
         cache = build_token_cache(
             source, tokenizer, args.folder, workers=args.workers, progress=lambda progress: print(progress, flush=True)
         )

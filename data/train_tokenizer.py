@@ -6,11 +6,11 @@ Takes the options of train.py. A run trains a missing tokenizer by itself; this 
 import sys
 
 from selmodel.cli import main
-from selmodel.config import build
+from selmodel.training.setup import build_corpus
 
 
 def train_tokenizer(cfg):
-    tokenizer = build(cfg.tokenizer).build(build(cfg.data.source), cfg.cache_dir)
+    _, tokenizer = build_corpus(cfg)
     print(f"{tokenizer.name}: {tokenizer.vocab_size} ids, sha256 {tokenizer.hash}")
 
 

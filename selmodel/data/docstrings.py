@@ -23,7 +23,7 @@ from pathlib import Path
 
 from selmodel.data.caching import one_process, write_atomically
 from selmodel.data.prose import docstrings, prose_blocks
-from selmodel.data.sources import Shard, Source, check_split, list_folder
+from selmodel.data.sources import FileSource, Shard, list_folder
 from selmodel.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ DENSITY = 0.2  # share of a file in triple quotes below which parsing it is not 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "testing", "idle_test", "__pycache__"})
 
 
-class DocstringsSource(Source):
+class DocstringsSource(FileSource):
     """English prose from the documentation strings of the installed packages and the standard library.
 
     cache_dir: the corpus is written to its subfolder docstrings-v1 once, and read from there ever after: remove
@@ -50,7 +50,6 @@ class DocstringsSource(Source):
     def __init__(self, *, cache_dir: str, on_bad_shard: str = "error"):
         super().__init__(on_bad_shard=on_bad_shard)
         self.root = Path(cache_dir).expanduser().absolute() / f"docstrings-v{FORMAT}"
-        self._listed: dict[str, list[Shard]] | None = None
 
     def prepare(self) -> None:
         """Write the corpus unless it is there: seconds, once per machine."""
@@ -59,9 +58,6 @@ class DocstringsSource(Source):
         with one_process(self.root, "the docstrings corpus"):
             if not self._manifest_path.exists():
                 build(self.root)
-
-    def shards(self, split: str) -> list[Shard]:
-        return list(self._files()[check_split(split)])
 
     def manifest(self) -> dict:
         """Counts and sizes by split, Python and package versions, and the hash of all text."""
@@ -75,12 +71,8 @@ class DocstringsSource(Source):
 
     def describe(self) -> dict:
         manifest = self.manifest()
-        files = self._files()
-        return {
-            "kind": self.name,
+        return super().describe() | {
             "root": str(self.root),
-            "train_files": len(files["train"]),
-            "validation_files": len(files["validation"]),
             "documents": manifest["train"]["documents"] + manifest["validation"]["documents"],
             "fingerprint": manifest["content"][:16],
         }
@@ -89,12 +81,10 @@ class DocstringsSource(Source):
     def _manifest_path(self) -> Path:
         return self.root / "manifest.json"
 
-    def _files(self) -> dict[str, list[Shard]]:
-        if self._listed is None:
-            self.prepare()
-            patterns = {split: f"c4-{split}.*.json.gz" for split in SHARDS}
-            self._listed = list_folder(self.root, patterns, "the docstrings corpus")
-        return self._listed
+    def _list(self) -> dict[str, list[Shard]]:
+        self.prepare()
+        patterns = {split: f"c4-{split}.*.json.gz" for split in SHARDS}
+        return list_folder(self.root, patterns, "the docstrings corpus")
 
 
 def build(root: Path) -> dict:

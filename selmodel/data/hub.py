@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from selmodel.data.caching import one_process, write_atomically
-from selmodel.data.sources import SPLITS, Shard, Source, check_split, fingerprint, list_folder
+from selmodel.data.sources import SPLITS, FileSource, Shard, list_folder
 from selmodel.data.transfer import Retries, TransferError, fetch, is_remote, remote_size
 from selmodel.errors import UserError
 
@@ -31,7 +31,7 @@ REACH_SECONDS = 45.0  # bound on all of it: looking up a name has no time limit 
 ALTERNATIVES = "Use shards from a folder (data=local data.root=DIR) or the embedded corpus (data=docstrings)"
 
 
-class C4Source(Source):
+class C4Source(FileSource):
     """allenai/c4 from the Hub, or the same files from a mirror.
 
     repository, config, revision: data set, its folder of shards, and the commit that is read. A branch or tag is
@@ -74,26 +74,13 @@ class C4Source(Source):
         digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
         self.list_path = Path(cache_dir).expanduser().absolute() / "file_lists" / f"c4-{config}-{digest}.json"
         self.commit: str | None = None  # known once listed
-        self._listed: dict[str, list[Shard]] | None = None
-
-    def prepare(self) -> None:
-        """Resolve the list of files. UserError where the Hub or the mirror cannot be reached."""
-        self._files()
-
-    def shards(self, split: str) -> list[Shard]:
-        return list(self._files()[check_split(split)])
 
     def describe(self) -> dict:
-        files = self._files()
-        return {
-            "kind": self.name,
+        return super().describe() | {
             "repository": self.repository,
             "config": self.config,
             "revision": self.commit,  # None for a mirror, which does not say what it holds
             "mirror": self.mirror,
-            "train_files": len(files["train"]),
-            "validation_files": len(files["validation"]),
-            "fingerprint": fingerprint(files),
         }
 
     def headers(self, shard: Shard) -> Mapping[str, str]:
@@ -110,14 +97,11 @@ class C4Source(Source):
             reason = f"{error}; remove {self.list_path} to list the files anew"
             raise TransferError(reason, error.attempts, changed=True) from error
 
-    def _files(self) -> dict[str, list[Shard]]:
-        if self._listed is None:
-            if self.mirror and not is_remote(self.mirror):
-                root = Path(self.mirror).expanduser().absolute()
-                self._listed = list_folder(root, PATTERNS, "data.mirror", subfolder=self.config)
-            else:
-                self._listed = self._read_list()
-        return self._listed
+    def _list(self) -> dict[str, list[Shard]]:
+        if self.mirror and not is_remote(self.mirror):
+            root = Path(self.mirror).expanduser().absolute()
+            return list_folder(root, PATTERNS, "data.mirror", subfolder=self.config)
+        return self._read_list()
 
     def _read_list(self) -> dict[str, list[Shard]]:
         if not self.list_path.exists():

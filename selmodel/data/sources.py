@@ -92,6 +92,39 @@ class Source(ABC):
         )
 
 
+class FileSource(Source):
+    """A source whose shards are files that are listed once."""
+
+    def __init__(self, *, on_bad_shard: str = "error", retries: Retries | None = None):
+        super().__init__(on_bad_shard=on_bad_shard, retries=retries)
+        self._listed: dict[str, list[Shard]] | None = None
+
+    @abstractmethod
+    def _list(self) -> dict[str, list[Shard]]:
+        """The files by split, sorted by name. Called once. UserError where there are none."""
+
+    def _files(self) -> dict[str, list[Shard]]:
+        if self._listed is None:
+            self._listed = self._list()
+        return self._listed
+
+    def prepare(self) -> None:
+        """List the files. UserError where they cannot be had."""
+        self._files()
+
+    def shards(self, split: str) -> list[Shard]:
+        return list(self._files()[check_split(split)])
+
+    def describe(self) -> dict:
+        files = self._files()
+        return {
+            "kind": self.name,
+            "train_files": len(files["train"]),
+            "validation_files": len(files["validation"]),
+            "fingerprint": fingerprint(files),
+        }
+
+
 def check_split(split: str) -> str:
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: expected one of {SPLITS}")
@@ -164,7 +197,7 @@ def _matching(root: Path, folder: Path, pattern: str) -> list[Shard]:
     return sorted(shards, key=lambda shard: shard.name)
 
 
-class LocalSource(Source):
+class LocalSource(FileSource):
     """A folder in C4's layout: JSON lines with `text`, plain or gzipped.
 
     root: the folder that holds the shards, or whose subfolder `en` does.
@@ -185,30 +218,13 @@ class LocalSource(Source):
         super().__init__(on_bad_shard=on_bad_shard)
         self.root = root
         self.patterns = {"train": train_pattern, "validation": validation_pattern}
-        self._listed: dict[str, list[Shard]] | None = None
-
-    def prepare(self) -> None:
-        self._files()
-
-    def shards(self, split: str) -> list[Shard]:
-        return list(self._files()[check_split(split)])
 
     def describe(self) -> dict:
-        files = self._files()
-        return {
-            "kind": self.name,
-            "root": str(self.root),
-            "train_files": len(files["train"]),
-            "validation_files": len(files["validation"]),
-            "fingerprint": fingerprint(files),
-        }
+        return super().describe() | {"root": str(self.root)}
 
-    def _files(self) -> dict[str, list[Shard]]:
-        if self._listed is None:
-            if not self.root:
-                raise UserError(
-                    "data.root is not set: data=local reads shards from a folder. "
-                    "Set data.root=DIR, or use data=docstrings"
-                )
-            self._listed = list_folder(Path(self.root).expanduser().absolute(), self.patterns, "data.root")
-        return self._listed
+    def _list(self) -> dict[str, list[Shard]]:
+        if not self.root:
+            raise UserError(
+                "data.root is not set: data=local reads shards from a folder. Set data.root=DIR, or use data=docstrings"
+            )
+        return list_folder(Path(self.root).expanduser().absolute(), self.patterns, "data.root")

@@ -36,6 +36,14 @@ class ValidationResult:
     sequences: int
     loss_by_position: list[float]
 
+    def lines(self) -> list[str]:
+        """The figures for a person, a line each, the names in a column of 21 characters."""
+        return [
+            f"  validation loss      {self.loss:.4f} nats per token",
+            f"  perplexity           {self.perplexity:.2f}",
+            f"  bits per byte        {self.bits_per_byte:.4f}",
+        ]
+
     def metrics(self) -> dict[str, float]:
         """The scalar figures under the names that logs use."""
         return {

@@ -75,9 +75,7 @@ def perplexity(cfg: DictConfig, path: Path) -> ValidationResult:
         write_atomically(output, to_json(results))
         for line in (
             f"{path}, step {checkpoint['selmodel']['step']}",
-            f"  validation loss      {result.loss:.4f} nats per token",
-            f"  perplexity           {result.perplexity:.2f}",
-            f"  bits per byte        {result.bits_per_byte:.4f}",
+            *result.lines(),
             f"  over                 {result.sequences:,} sequences, {result.tokens:,} tokens, {result.bytes:,} bytes",
             f"  written to           {output}",
         ):

@@ -7,6 +7,7 @@ appended to line by line, so a killed run loses nothing that was logged, and a r
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import os
 import secrets
@@ -16,6 +17,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from selmodel.data.caching import write_atomically
 from selmodel.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -77,12 +79,11 @@ class Table:
         return len(later)
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.columns)
-            writer.writeheader()
-            writer.writerows({key: value or "" for key, value in row.items()} for row in rows)
-        os.replace(temporary, self.path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns)
+        writer.writeheader()
+        writer.writerows({key: value or "" for key, value in row.items()} for row in rows)
+        write_atomically(self.path, text.getvalue().encode())
 
 
 def _text(value: Any) -> str:

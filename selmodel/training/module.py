@@ -31,6 +31,12 @@ log = logging.getLogger(__name__)
 STATISTICS_ROWS = 4  # sequences that a log line's selection statistics are taken over
 
 
+def check_micro_batch_tokens(value: int | None) -> None:
+    """Refuse a number of tokens that makes no pass. Raises UserError."""
+    if value is not None and value < 1:
+        raise UserError(f"micro_batch_tokens={value}: must be at least 1, or null for one pass per step")
+
+
 class LanguageModel(L.LightningModule):
     """Next-token training of a ``Transformer``.
 
@@ -55,10 +61,7 @@ class LanguageModel(L.LightningModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        if micro_batch_tokens is not None and micro_batch_tokens < 1:
-            raise UserError(
-                f"micro_batch_tokens={micro_batch_tokens}: must be at least 1, or null for one pass per step"
-            )
+        check_micro_batch_tokens(micro_batch_tokens)
         self.automatic_optimization = False
         self.model = model
         self.optim = optim

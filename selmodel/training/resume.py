@@ -11,7 +11,7 @@ from selmodel.training.checkpoint import LAST, read_checkpoint
 
 log = logging.getLogger(__name__)
 
-# Settings a resumed run may have changed; everything else in these groups must stand as it was.
+# Settings whose change on resume is not worth a line: they do not change what is computed.
 _FREE = (
     "runs_root", "run_dir", "resume", "cache_dir", "logger", "callbacks", "sample", "compile", "data.workers",
     "data.prefetch", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.log_every_n_steps",
@@ -115,13 +115,3 @@ def load_weights(checkpoint: dict, module) -> None:
             f"checkpoint: its weights do not fit the model: missing {sorted(missing)[:5]}, not expected "
             f"{sorted(unexpected)[:5]}"
         )
-
-
-__all__ = [
-    "changed_settings",
-    "check_identity",
-    "differences",
-    "find_checkpoint",
-    "load_weights",
-    "read_checkpoint",
-]

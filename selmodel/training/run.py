@@ -54,17 +54,11 @@ def train(cfg: DictConfig) -> ValidationResult | None:
 
 def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
     resume_from = find_checkpoint(run_dir, str(cfg.resume))
-    checkpoint = read_checkpoint(resume_from) if resume_from else None
-
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     tokenizer, data = build_data(cfg)
     model = build_model(cfg, tokenizer)
     identity = _identity(cfg, run_dir, model, tokenizer, data)
-    if checkpoint is not None:
-        check_identity(checkpoint, identity, resume_from)
-        data.load_state_dict(checkpoint["DataModule"])  # refuses another order of the data, before anything is written
-        for line in changed_settings(checkpoint["selmodel"]["config"], identity["config"]):
-            log.info("changed since the checkpoint: %s", line)
+    step = None if resume_from is None else _check_checkpoint(resume_from, identity, data)
 
     module = LanguageModel(model, build(cfg.optim), micro_batch_tokens=cfg.micro_batch_tokens, compile=cfg.compile)
     writer = build(cfg.callbacks.checkpoint, directory=run_dir, identity=lambda: identity)
@@ -76,8 +70,7 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
         loggers=[metrics, *_wandb(cfg, run_dir, identity)],
     )
     data.order.check_world(trainer.world_size)
-    if checkpoint is not None:
-        step = checkpoint["selmodel"]["step"]
+    if step is not None:
         if step >= cfg.trainer.max_steps:
             log.info(
                 "%s is finished: step %d of trainer.max_steps=%d. To train it longer, add run_dir='%s' and a higher "
@@ -104,6 +97,19 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
             sample = None if cfg.sample is None else build(cfg.sample)
             print_summary(run_dir, module, tokenizer, trainer, sample, cfg.seed)
     return module.validation
+
+
+def _check_checkpoint(path: Path, identity: dict, data: DataModule) -> int:
+    """Whether the run may go on from ``path``, before anything is written; returns the step it was taken at.
+
+    The checkpoint, which Lightning reads again, is let go of here: kept, it would lie in memory all through training.
+    """
+    checkpoint = read_checkpoint(path)
+    check_identity(checkpoint, identity, path)
+    data.load_state_dict(checkpoint["DataModule"])  # refuses another order of the data
+    for line in changed_settings(checkpoint["selmodel"]["config"], identity["config"]):
+        log.info("changed since the checkpoint: %s", line)
+    return checkpoint["selmodel"]["step"]
 
 
 @contextlib.contextmanager

@@ -8,9 +8,11 @@ from omegaconf import DictConfig
 
 from selmodel.config import build, check_options, check_scalars, plain
 from selmodel.data.datamodule import DataModule
+from selmodel.data.sources import Source
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.training.checkpoint import AtomicCheckpointIO
+from selmodel.training.module import check_micro_batch_tokens
 
 # What may be set of lightning.Trainer. The rest is either done by this project's own parts or would change what a
 # step, a validation or a run is without its being said.
@@ -54,10 +56,9 @@ def check_config(cfg: DictConfig) -> None:
     faults = check_scalars(cfg, _SCALARS) + _entry_faults(cfg)
     if not faults and not 0 <= cfg.seed < 2**32:
         faults.append(f"seed={cfg.seed}: must be from 0 to {2**32 - 1}")
-    if not faults and cfg.micro_batch_tokens is not None and cfg.micro_batch_tokens < 1:
-        faults.append(f"micro_batch_tokens={cfg.micro_batch_tokens}: at least 1, or null for one pass per step")
     vocab_size = cfg.tokenizer.get("vocab_size") or 2
     checks = (
+        lambda: check_micro_batch_tokens(cfg.micro_batch_tokens),
         lambda: check_trainer(plain(cfg.trainer)),
         lambda: build(cfg.optim),
         lambda: _check_model(cfg, vocab_size),
@@ -113,11 +114,16 @@ def check_trainer(options: dict) -> None:
         raise UserError("\n".join(faults))
 
 
-def build_data(cfg: DictConfig) -> tuple[Tokenizer, DataModule]:
-    """The tokenizer (trained first when its file is missing) and the data module that ``cfg`` describes."""
+def build_corpus(cfg: DictConfig) -> tuple[Source, Tokenizer]:
+    """The corpus, ready to be read, and its tokenizer, trained first when its file is missing."""
     source = build(cfg.data.source)
     source.prepare()
-    tokenizer = build(cfg.tokenizer).build(source, cfg.cache_dir)
+    return source, build(cfg.tokenizer).build(source, cfg.cache_dir)
+
+
+def build_data(cfg: DictConfig) -> tuple[Tokenizer, DataModule]:
+    """The tokenizer and the data module that ``cfg`` describes."""
+    source, tokenizer = build_corpus(cfg)
     return tokenizer, build(cfg.data, source=source, tokenizer=tokenizer)
 
 

@@ -127,9 +127,7 @@ def print_summary(
     lines = [
         "",
         f"finished at step {trainer.global_step}, {module.tokens_seen:,} tokens",
-        f"  validation loss      {result.loss:.4f} nats per token",
-        f"  perplexity           {result.perplexity:.2f}",
-        f"  bits per byte        {result.bits_per_byte:.4f}",
+        *result.lines(),
         f"  tokens per second    {module.tokens_per_second or 0:,.0f}",
     ]
     if not math.isfinite(result.loss):
