@@ -96,15 +96,23 @@ class SelectionStatistics(NamedTuple):
     mean_F: Tensor  # mean of F over all causal pairs of the batch
     share_F_above_1: Tensor  # share of those pairs with F > 1, in [0, 1]
     memory_share: Tensor  # mean over all queries of M[i] / (keys of i's document up to i), in (0, 1]
+    live_share: Tensor  # share of those pairs with F below the key's threshold, in (0, 1]; see `live.py`
 
 
 @torch.no_grad()
 def selection_statistics(
-    q_s: Tensor, k_s: Tensor, document_ids: Tensor | None = None, *, tau: float = 1.0, block: int = 128
+    q_s: Tensor,
+    k_s: Tensor,
+    document_ids: Tensor | None = None,
+    *,
+    tau: float = 1.0,
+    thresholds: Tensor | None = None,
+    block: int = 128,
 ) -> SelectionStatistics:
     """Statistics of F from the selection head alone, whatever kernel computes the attention.
 
-    q_s, k_s [b, n, d]: queries of the selection head and the keys of its group. Runs over `block` queries at
+    q_s, k_s [b, n, d]: queries of the selection head and the keys of its group. thresholds [b, n], of
+    `selmodel.attention.live.death_thresholds`: the F from which each key is dead; None: none ever is. Runs over `block` queries at
     a time, so that memory is O(b * block * n) and not O(b * n * n). No gradient.
     """
     b, n, d = q_s.shape
@@ -112,7 +120,7 @@ def selection_statistics(
     with torch.autocast(q_s.device.type, enabled=False):
         q_s, k_s = q_s.to(dtype) * d**-0.5, k_s.to(dtype)
         votes = q_s.new_zeros(b, n)  # F at the first query of the block, for every key
-        pairs = sum_F = above_1 = memory_share = q_s.new_zeros(())
+        pairs = sum_F = above_1 = memory_share = dead = q_s.new_zeros(())
         for first in range(0, n, block):
             last = min(first + block, n)
             logits = q_s[:, first:last] @ k_s[:, :last].mT  # [b, block, keys so far]
@@ -123,9 +131,11 @@ def selection_statistics(
             pairs = pairs + held.sum() * (b if document_ids is None else 1)
             sum_F = sum_F + F.sum()
             above_1 = above_1 + (F > 1).sum()
+            if thresholds is not None:  # all above 0, so a pair that does not attend, whose F is 0 here, is not counted
+                dead = dead + (F >= thresholds[:, None, :last]).sum()
             memory_share = memory_share + (1 - F.clamp(max=tau).sum(dim=-1) / (tau * held)).sum()
             votes[:, :last] += S.sum(dim=-2)
-    return SelectionStatistics(sum_F / pairs, above_1 / pairs, memory_share / (b * n))
+    return SelectionStatistics(sum_F / pairs, above_1 / pairs, memory_share / (b * n), 1 - dead / pairs)
 
 
 def attended_pairs(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from selmodel.attention.base import Attention
 from selmodel.attention.kernels import resolve_kernel
+from selmodel.attention.live import check_live_keys, death_thresholds
 from selmodel.attention.selection import selection_statistics
 from selmodel.errors import UserError
 
@@ -21,6 +22,9 @@ class SelectiveAttention(Attention):
 
     selection_head: the query head whose logits are the votes; the paper takes 0.
     kernel: "auto", or the name of one (see `selmodel.attention.kernels`).
+    live_keys: "off"; "auto", leave out keys that F has pushed so low that nothing above rounding is lost; or a number,
+    the F from which keys are left out, which changes the function computed (see `selmodel.attention.live`). auto
+    makes attention cheaper as selection sets in; qk_norm keeps its bound small.
     memory_loss: None, or a mapping with eps, the weight of the memory loss (paper: 0.1; 0 is off), and tau,
     the F from which a key counts as gone (paper: 1). While eps > 0, the layer returns its memory term.
 
@@ -37,6 +41,7 @@ class SelectiveAttention(Attention):
         qk_norm: bool = False,
         selection_head: int = 0,
         kernel: str = "auto",
+        live_keys: str | float = "auto",
         memory_loss: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(d_model, n_heads, head_dim, n_kv_heads, qk_norm=qk_norm)
@@ -47,6 +52,7 @@ class SelectiveAttention(Attention):
             )
         self.selection_head = selection_head
         self.memory_loss_eps, self.memory_loss_tau = _read_memory_loss(memory_loss)
+        self.live_keys = _read_live_keys(live_keys, kernel)
         self.kernel_name = kernel
         self.kernel = resolve_kernel(kernel, self.wq.weight.device)
 
@@ -55,7 +61,11 @@ class SelectiveAttention(Attention):
         if self.record_statistics:
             key_head = self.selection_head // (self.n_heads // self.n_kv_heads)
             self.statistics = selection_statistics(
-                q[:, self.selection_head], k[:, key_head], document_ids, tau=self.memory_loss_tau
+                q[:, self.selection_head],
+                k[:, key_head],
+                document_ids,
+                tau=self.memory_loss_tau,
+                thresholds=death_thresholds(q, k, v, self.live_keys),
             )
         return self.kernel.function(
             q,
@@ -64,17 +74,38 @@ class SelectiveAttention(Attention):
             selection_head=self.selection_head,
             document_ids=document_ids,
             memory_tau=self.memory_loss_tau if self.memory_loss_eps > 0 else None,
+            live_keys=self.live_keys,
         )
 
     def options(self) -> dict[str, Any]:
         """See `Attention.options`. Kernel and memory loss do not change the function that is computed."""
-        return {**super().options(), "selection_head": self.selection_head}
+        options = {**super().options(), "selection_head": self.selection_head}
+        # "off" and "auto" compute the same function.
+        return options if isinstance(self.live_keys, str) else {**options, "live_keys": self.live_keys}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelectiveAttention:
         """Choose the kernel anew when the parameters move; not in forward, which may be compiled."""
         super()._apply(fn, recurse)
         self.kernel = resolve_kernel(self.kernel_name, self.wq.weight.device)
         return self
+
+
+def _read_live_keys(live_keys: str | float, kernel: str) -> str | float:
+    # YAML reads off as false.
+    live_keys = "off" if live_keys is False else live_keys
+    try:
+        live_keys = check_live_keys(live_keys)
+    except ValueError:
+        raise UserError(
+            f"attention.live_keys={live_keys!r}: expected off, auto, "
+            "or the F from which keys are left out, a number above 0 such as 30"
+        ) from None
+    if kernel == "eager" and not isinstance(live_keys, str):
+        raise UserError(
+            f"attention.live_keys={live_keys} with attention.kernel=eager, which leaves no key out: "
+            "choose another kernel, or live_keys=off"
+        )
+    return live_keys
 
 
 def _read_memory_loss(memory_loss: Mapping[str, float | None] | None) -> tuple[float, float]:

@@ -198,10 +198,15 @@ def test_statistics_by_hand():
     """
     q = torch.tensor([1.0, 1.0, 3.0, 1.0])[None, :, None]
     k = torch.ones(1, 4, 1)
-    mean_F, above_1, memory_share = selection_statistics(q, k)
+    mean_F, above_1, memory_share, live_share = selection_statistics(q, k)
     assert mean_F.item() == pytest.approx(0.3)
     assert above_1.item() == pytest.approx(0.1)
     assert memory_share.item() == pytest.approx(0.9375)
+    assert live_share == 1
+    # F[3,1] = 3 alone reaches a threshold of 3, and of 2; 4 is out of reach.
+    for threshold, dead in ((2.0, 0.1), (3.0, 0.1), (4.0, 0.0)):
+        live_share = selection_statistics(q, k, thresholds=torch.full((1, 4), threshold)).live_share
+        assert live_share.item() == pytest.approx(1 - dead)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -213,13 +218,17 @@ def test_statistics_equal_those_of_the_whole_F(documents, block):
     F = accumulate(selection_scores(q @ k.mT / 8**0.5, ids))
     pairs = attended_pairs(21, 21, ids).expand(2, 21, 21)
     memory_share = memory_term(F, 0.7, ids) / pairs.sum(-1)
-    expected = (F[pairs].mean(), (F[pairs] > 1).double().mean(), memory_share.mean())
-    torch.testing.assert_close(tuple(selection_statistics(q, k, ids, tau=0.7, block=block)), expected)
+    thresholds = torch.rand(2, 21, generator=generator, dtype=torch.float64) + 0.5
+    live = thresholds[:, None] > F
+    expected = (F[pairs].mean(), (F[pairs] > 1).double().mean(), memory_share.mean(), live[pairs].double().mean())
+    actual = selection_statistics(q, k, ids, tau=0.7, thresholds=thresholds, block=block)
+    torch.testing.assert_close(tuple(actual), expected)
+    assert 0.1 < actual.live_share < 0.9
 
 
 def test_statistics_keep_no_graph_and_take_half_types():
     q = torch.ones(1, 300, 2, dtype=torch.bfloat16, requires_grad=True)
-    mean_F, above_1, memory_share = selection_statistics(q, q)
+    mean_F = selection_statistics(q, q).mean_F
     assert mean_F.dtype == torch.float32
     assert not mean_F.requires_grad
     # S = 2/sqrt(2) for each of the i - 1 - j votes on key j >= 1; the sum over 1 <= j <= i - 2 of (i - 1 - j)

@@ -1,14 +1,17 @@
 """The kernels of selective attention: one signature, chosen once, announced in the log.
 
-    selective_attention(q, k, v, *, selection_head=0, document_ids=None, memory_tau=None) -> (out, memory)
+    selective_attention(
+        q, k, v, *, selection_head=0, document_ids=None, memory_tau=None, live_keys="off"
+    ) -> (out, memory)
 
 q [b, h, n, d]; k, v [b, h_kv, n, d] with h a multiple of h_kv (query head h uses key head h // (h / h_kv));
 one floating type and one device. selection_head: a query head; it reads the keys of its own group.
 document_ids [b, n], integer: documents are adjacent, and none attends to or masks another. memory_tau: ask
-for the memory term. Returns out [b, h, n, d] in the type of q, and memory [b, n], the M of
+for the memory term. live_keys: "off"; "auto", leave out keys whose F has grown so large that what is lost is below
+rounding; or a number, the F from which keys are left out (see `selmodel.attention.live`). Returns out [b, h, n, d] in the type of q, and memory [b, n], the M of
 `selmodel.attention.selection.memory_term` in float32 (float64 for float64 inputs), or None.
 
-A kernel is a module with that function, a row in `KERNELS`, and a line in `_choose`.
+A kernel is a module with that function, a row in `KERNELS` and, where "auto" should take it, a line in `_best`.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selmodel.attention.kernels import eager
+from selmodel.attention.kernels import blockwise, eager
 from selmodel.errors import UserError
 
 log = logging.getLogger(__name__)
 
 KernelFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
-KERNELS: dict[str, KernelFunction] = {"eager": eager.selective_attention}
+KERNELS: dict[str, KernelFunction] = {
+    "eager": eager.selective_attention,
+    "blockwise": blockwise.selective_attention,
+}
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,17 @@ def resolve_kernel(name: str, device: torch.device | str) -> Kernel:
 @functools.cache
 def _choose(name: str, device_type: str) -> Kernel:
     if name == "auto":
-        name, reason = "eager", f"the only kernel built so far, on {device_type}"
+        name, reason = _best(device_type)
     else:
         reason = f"asked for by attention.kernel, on {device_type}"
     if device_type != "meta":  # a model without values, built only to check its options
         log.info("selective attention: %s (%s)", name, reason)
     return Kernel(name, KERNELS[name], reason)
+
+
+def _best(device_type: str) -> tuple[str, str]:
+    """The kernel that "auto" takes on a kind of device, and why."""
+    return "blockwise", f"exact and in blocks, the fastest on {device_type}"
 
 
 def selective_attention(
@@ -71,8 +82,17 @@ def selective_attention(
     selection_head: int = 0,
     document_ids: Tensor | None = None,
     memory_tau: float | None = None,
+    live_keys: str | float = "off",
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Selective attention by the kernel named, with the signature described at the top of this module."""
     function = resolve_kernel(kernel, q.device).function
-    return function(q, k, v, selection_head=selection_head, document_ids=document_ids, memory_tau=memory_tau)
+    return function(
+        q,
+        k,
+        v,
+        selection_head=selection_head,
+        document_ids=document_ids,
+        memory_tau=memory_tau,
+        live_keys=live_keys,
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from selmodel.attention.kernels.inputs import check_inputs
+from selmodel.attention.live import check_live_keys
 from selmodel.attention.selection import (
     accumulate,
     accumulation_dtype,
@@ -26,15 +27,21 @@ def selective_attention(
     selection_head: int = 0,
     document_ids: Tensor | None = None,
     memory_tau: float | None = None,
+    live_keys: str | float = "off",
 ) -> tuple[Tensor, Tensor | None]:
     """out[h,i] = softmax_j(L[h,i,j] - F[i,j]) · v[h,j], as `selmodel.attention.kernels` describes it.
 
     Logits, F and softmax are computed in float32 (float64 for float64) also under autocast, and out is
     rounded once to the type of q. A masked logit is -inf, so its weight is exactly 0, and no row is masked
-    whole: F[i,0] = F[i,i] = 0. A NaN or infinity in q or k reaches exactly the rows that IEEE arithmetic on
+    whole: F[i,0] = F[i,i] = 0. live_keys "auto" is "off" here: it differs by less than rounding. A NaN or infinity in q or k reaches exactly the rows that IEEE arithmetic on
     the definition gives; one in v also reaches rows where its weight is 0 (0 * inf = NaN).
     """
     check_inputs(q, k, v, selection_head, document_ids, memory_tau)
+    if check_live_keys(live_keys) not in ("off", "auto"):
+        raise ValueError(
+            f"live_keys={live_keys} with the eager kernel, which leaves no key out: "
+            "expected off or auto (which here is off); the blockwise kernel takes a threshold"
+        )
     b, h, n, d = q.shape
     h_kv = k.shape[1]
     dtype = accumulation_dtype(q.dtype)
