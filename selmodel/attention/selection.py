@@ -112,8 +112,8 @@ def selection_statistics(
     """Statistics of F from the selection head alone, whatever kernel computes the attention.
 
     q_s, k_s [b, n, d]: queries of the selection head and the keys of its group. thresholds [b, n], of
-    `selmodel.attention.live.death_thresholds`: the F from which each key is dead; None: none ever is. Runs over `block` queries at
-    a time, so that memory is O(b * block * n) and not O(b * n * n). No gradient.
+    `selmodel.attention.live.death_thresholds`: the F from which each key is dead; None: none ever is. Runs
+    over `block` queries at a time, so that memory is O(b * block * n) and not O(b * n * n). No gradient.
     """
     b, n, d = q_s.shape
     dtype = accumulation_dtype(q_s.dtype)
@@ -131,7 +131,7 @@ def selection_statistics(
             pairs = pairs + held.sum() * (b if document_ids is None else 1)
             sum_F = sum_F + F.sum()
             above_1 = above_1 + (F > 1).sum()
-            if thresholds is not None:  # all above 0, so a pair that does not attend, whose F is 0 here, is not counted
+            if thresholds is not None:  # above 0; F is 0 here where a query does not attend
                 dead = dead + (F >= thresholds[:, None, :last]).sum()
             memory_share = memory_share + (1 - F.clamp(max=tau).sum(dim=-1) / (tau * held)).sum()
             votes[:, :last] += S.sum(dim=-2)

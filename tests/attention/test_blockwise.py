@@ -211,10 +211,10 @@ def test_nan_and_infinity_propagate_as_in_the_eager_kernel(
     torch.testing.assert_close(actual[0][0], clean[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [1e9, 1e19, 1e30])
+@pytest.mark.parametrize("scale", [1e9, 1e18, 1e30])
 @pytest.mark.parametrize("live_keys", ["off", "auto"])
 def test_finite_inputs_that_overflow_do_as_in_the_eager_kernel(random_qkv, monkeypatch, scale, live_keys):
-    """Logits of 1e18, F of about 1e38, and infinite logits, in float32."""
+    """Logits of 1e18, F of about 1e37, and infinite logits, in float32."""
     monkeypatch.setattr(blockwise, "CPU_ROWS", 4)
     q, k, v = random_qkv(b=1, h=2, n=11, d=1, dtype=torch.float32, seed=5)
     q, k = q * scale, k * scale
@@ -222,7 +222,7 @@ def test_finite_inputs_that_overflow_do_as_in_the_eager_kernel(random_qkv, monke
     expected, expected_memory = eager(q, k, v, memory_tau=1.0)
     torch.testing.assert_close(out, expected, equal_nan=True)
     torch.testing.assert_close(memory, expected_memory, equal_nan=True)
-    assert expected.isfinite().any()
+    assert expected.isfinite().any() == (scale < 1e30)
 
 
 # Live keys

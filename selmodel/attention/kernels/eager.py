@@ -33,8 +33,9 @@ def selective_attention(
 
     Logits, F and softmax are computed in float32 (float64 for float64) also under autocast, and out is
     rounded once to the type of q. A masked logit is -inf, so its weight is exactly 0, and no row is masked
-    whole: F[i,0] = F[i,i] = 0. live_keys "auto" is "off" here: it differs by less than rounding. A NaN or infinity in q or k reaches exactly the rows that IEEE arithmetic on
-    the definition gives; one in v also reaches rows where its weight is 0 (0 * inf = NaN).
+    whole: F[i,0] = F[i,i] = 0. live_keys "auto" is "off" here: they differ by less than rounding. A NaN or
+    infinity in q or k reaches exactly the rows that IEEE arithmetic on the definition gives; one in v also
+    reaches rows where its weight is 0 (0 * inf = NaN).
     """
     check_inputs(q, k, v, selection_head, document_ids, memory_tau)
     if check_live_keys(live_keys) not in ("off", "auto"):
