@@ -47,7 +47,7 @@ CPU_ROWS, ACCELERATOR_ROWS = 64, 128
 
 # On a CPU so many sequences are taken together that a tile [sequence, head, key, query] has about this many numbers:
 # few steps for small models, and two tiles (weights, and gradients of the logits) stay in cache.
-TILE_NUMBERS = 2**20
+TILE_NUMBERS = 2**19
 
 # Live keys of a sequence are gathered when this share of them is left at most, and that spares this many numbers of
 # its tile. Gathering keys and scattering their gradients costs as much as computing with a quarter of them.
