@@ -66,9 +66,10 @@ def death_thresholds(
     b, h, n, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     # 0, or NaN for a sequence with a NaN or infinity anywhere: it is then computed without leaving keys out.
-    unsound = sum((x.to(dtype) * 0).sum(dim=(1, 2, 3)) for x in (q, k, v))[:, None]  # [b, 1]
+    extremes = torch.stack([extreme(x, dim=(1, 2, 3)) for x in (q, k, v) for extreme in (torch.amax, torch.amin)])
+    unsound = (extremes.to(dtype) * 0).sum(dim=0)[:, None]  # [b, 1]
     if live_keys == "auto":
-        thresholds = _bound(q.to(dtype), k.to(dtype)) + math.log(n * h * 2 / torch.finfo(dtype).eps)
+        thresholds = _bound(q, k, dtype) + math.log(n * h * 2 / torch.finfo(dtype).eps)
         # Where a row's own logit is huge, the bound lets go of keys that nothing has masked. Keep those, <BOS> above
         # all: F = 0 is below every threshold.
         thresholds = thresholds.clamp(min=torch.finfo(dtype).tiny)
@@ -79,14 +80,15 @@ def death_thresholds(
     return thresholds + unsound
 
 
-def _bound(q: Tensor, k: Tensor) -> Tensor:
+def _bound(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     """max over h of (r |k| / sqrt(d) + s), the logarithm of the largest weight of each key before F; [b, n]."""
     b, h, n, d = q.shape
-    k = k.repeat_interleave(h // k.shape[1], dim=1)  # [b, h, n, d]
-    own_logit = (q * k).sum(dim=-1) * d**-0.5  # L[h,i,i]
-    largest = _max_over_later(q.norm(dim=-1)) * k.norm(dim=-1) * d**-0.5  # r |k| / sqrt(d)
+    q, k = q.unflatten(1, (k.shape[1], -1)), k[:, :, None]  # [b, h_kv, group, n, d] and [b, h_kv, 1, n, d]
+    own_logit = torch.linalg.vecdot(q.to(dtype), k.to(dtype)) * d**-0.5  # L[h,i,i]
+    q_norm, k_norm = (torch.linalg.vector_norm(x, dim=-1, dtype=dtype) for x in (q, k))
+    largest = _max_over_later(q_norm) * k_norm * d**-0.5  # r |k| / sqrt(d)
     s = _max_over_later(-own_logit)
-    return (largest * (1 + ROUNDING_SLACK) + s + s.abs() * ROUNDING_SLACK).amax(dim=1)
+    return (largest * (1 + ROUNDING_SLACK) + s + s.abs() * ROUNDING_SLACK).amax(dim=(1, 2))
 
 
 def _max_over_later(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ one floating type and one device. selection_head: a query head; it reads the key
 document_ids [b, n], integer: documents are adjacent, and none attends to or masks another. memory_tau: ask
 for the memory term. live_keys: "off"; "auto", leave out keys whose F has grown so large that what is lost is
 below rounding; or a number, the F from which keys are left out (see `selmodel.attention.live`). Returns out
-[b, h, n, d] in the type of q, and memory [b, n], the M of `selmodel.attention.selection.memory_term` in float32 (float64 for float64 inputs), or None.
+[b, h, n, d] in the type of q, and memory [b, n], the M of `selmodel.attention.selection.memory_term` in float32
+(float64 for float64 inputs), or None.
 
 A kernel is a module with that function, a row in `KERNELS` and, where "auto" should take it, a line in `_best`.
 """
