@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from selmodel.attention.base import Attention
-from selmodel.attention.kernels import resolve_kernel
+from selmodel.attention.kernels import Kernel, announce, resolve_kernel
 from selmodel.attention.live import check_live_keys, death_thresholds
 from selmodel.attention.selection import selection_statistics
 from selmodel.errors import UserError
@@ -54,7 +55,7 @@ class SelectiveAttention(Attention):
         self.memory_loss_eps, self.memory_loss_tau = _read_memory_loss(memory_loss)
         self.live_keys = _read_live_keys(live_keys, kernel)
         self.kernel_name = kernel
-        self.kernel = resolve_kernel(kernel, self.wq.weight.device)
+        self.kernel = self._resolve_kernel()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `Attention.attend`."""
@@ -67,6 +68,8 @@ class SelectiveAttention(Attention):
                 tau=self.memory_loss_tau,
                 thresholds=death_thresholds(q, k, v, self.live_keys),
             )
+        if not torch.compiler.is_compiling():
+            announce(self.kernel)
         return self.kernel.function(
             q,
             k,
@@ -86,8 +89,12 @@ class SelectiveAttention(Attention):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelectiveAttention:
         """Choose the kernel anew when the parameters move; not in forward, which may be compiled."""
         super()._apply(fn, recurse)
-        self.kernel = resolve_kernel(self.kernel_name, self.wq.weight.device)
+        self.kernel = self._resolve_kernel()
         return self
+
+    def _resolve_kernel(self) -> Kernel:
+        weight = self.wq.weight
+        return resolve_kernel(self.kernel_name, weight.device, dtype=weight.dtype, head_dim=self.head_dim)
 
 
 def _read_live_keys(live_keys: str | float, kernel: str) -> str | float:

@@ -3,25 +3,66 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
 
 from selmodel.attention import kernels
-from selmodel.attention.kernels import KERNELS, resolve_kernel, selective_attention
+from selmodel.attention.kernels import KERNELS, resolve_kernel, selective_attention, triton_op
 from selmodel.errors import UserError
 
 
-def test_auto_resolves_once_and_says_what_and_why(caplog):
+@pytest.fixture(autouse=True)
+def choose_anew():
+    """What is available is changed by tests, and a choice is kept."""
     kernels._choose.cache_clear()
+    kernels.announce.cache_clear()
+    yield
+    kernels._choose.cache_clear()
+    kernels.announce.cache_clear()
+
+
+def test_auto_resolves_once_and_says_what_and_why(caplog):
+    kernel = resolve_kernel("auto", "cpu")
+    assert resolve_kernel("auto", torch.device("cpu")) is kernel
+    assert (kernel.name, kernel.function) == ("blockwise", KERNELS["blockwise"])
     with caplog.at_level(logging.INFO, logger="selmodel"):
-        kernel = resolve_kernel("auto", "cpu")
-        assert resolve_kernel("auto", torch.device("cpu")) is kernel
-    assert kernel.function is KERNELS[kernel.name]
-    assert caplog.messages == [f"selective attention: {kernel.name} ({kernel.reason})"]
+        kernels.announce(kernel)
+        kernels.announce(kernel)
+    assert caplog.messages == ["selective attention: blockwise (the fastest on cpu)"]
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize(
+    ("missing", "inputs", "name", "reason"),
+    [
+        (None, {}, "triton", "fused, the fastest on cuda"),
+        (None, {"dtype": torch.bfloat16, "head_dim": 128}, "triton", "fused"),
+        (None, {"dtype": torch.float64, "head_dim": 64}, "blockwise", "without the fused triton kernel: .*float64"),
+        (None, {"dtype": torch.bfloat16, "head_dim": 256}, "blockwise", "without the fused triton kernel: .*256"),
+        ("triton is not installed", {}, "blockwise", "without the fused triton kernel: triton is not installed"),
+    ],
+)
+def test_auto_on_cuda(monkeypatch, missing, inputs, name, reason):
+    monkeypatch.setattr(triton_op, "availability", lambda device_type: missing)
+    kernel = resolve_kernel("auto", "cuda:1", **inputs)
+    assert kernel.name == name
+    assert re.search(reason, kernel.reason)
+
+
+def test_an_impossible_choice_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(triton_op, "availability", lambda device_type: "no CUDA device is available")
+    with pytest.raises(
+        UserError, match=r"attention\.kernel=triton: no CUDA device is available; choose attention\.kernel=auto"
+    ):
+        resolve_kernel("triton", "cpu")
+    monkeypatch.setattr(triton_op, "availability", lambda device_type: None)
+    assert resolve_kernel("triton", "cpu").name == "triton"  # it will be moved
+    with pytest.raises(UserError, match=r"attention\.kernel=triton: .*192"):
+        resolve_kernel("triton", "cpu", head_dim=192)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "eager"])
 def test_each_kernel_can_be_asked_for(name):
     kernel = resolve_kernel(name, "cpu")
     assert (kernel.name, kernel.function) == (name, KERNELS[name])

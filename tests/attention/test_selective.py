@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 
 import pytest
 import torch
 
 from selmodel.attention import SelectiveAttention
+from selmodel.attention.kernels import announce
 from selmodel.attention.kernels.eager import selective_attention
 from selmodel.attention.selection import accumulate, selection_scores
 from selmodel.errors import UserError
@@ -162,7 +164,18 @@ def test_the_kernel_is_chosen_anew_when_the_module_moves(monkeypatch):
     kernel = layer.kernel
     monkeypatch.setattr(
         "selmodel.attention.selective.resolve_kernel",
-        lambda name, device: devices.append((name, str(device))) or kernel,
+        lambda name, device, **inputs: devices.append((name, str(device), inputs)) or kernel,
     )
-    layer.to("meta")
-    assert devices == [("auto", "meta")]
+    layer.to("meta", torch.bfloat16)
+    assert devices == [("auto", "meta", {"dtype": torch.bfloat16, "head_dim": 6})]
+
+
+def test_says_once_by_which_kernel_it_attends(caplog):
+    """When it attends, not when it is built: models are built on the CPU and then moved."""
+    announce.cache_clear()
+    with caplog.at_level(logging.INFO, logger="selmodel"):
+        layers = [make(), make()]
+        assert caplog.messages == []
+        for layer in layers:
+            layer(layer_input())
+    assert caplog.messages == [f"selective attention: {layers[0].kernel.name} ({layers[0].kernel.reason})"]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selmodel.attention.kernels import blockwise, eager
+from selmodel.attention.kernels import blockwise, eager, triton_op
 from selmodel.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ KernelFunction = Callable[..., tuple[Tensor, Tensor | None]]
 KERNELS: dict[str, KernelFunction] = {
     "eager": eager.selective_attention,
     "blockwise": blockwise.selective_attention,
+    "triton": triton_op.selective_attention,
 }
 
 
@@ -47,32 +48,51 @@ class Kernel:
     reason: str
 
 
-def resolve_kernel(name: str, device: torch.device | str) -> Kernel:
+def resolve_kernel(
+    name: str, device: torch.device | str, *, dtype: torch.dtype | None = None, head_dim: int | None = None
+) -> Kernel:
     """The kernel called `name`, or for "auto" the best one for `device`.
 
-    The first choice for a name and kind of device writes one log line; later calls return the same object.
-    Raises UserError for an unknown name.
+    dtype and head_dim of the inputs, where known, are taken into account. Later calls return the same object.
+    Raises UserError for an unknown name, and for "triton" where it cannot run. (A module is built on the CPU and
+    then moved, so on a machine with a CUDA device "triton" is accepted there too; its call is what fails.)
     """
     if name != "auto" and name not in KERNELS:
         choices = ", ".join(["auto", *KERNELS])
         raise UserError(f"attention.kernel={name}: no such kernel; choose one of {choices}")
-    return _choose(name, torch.device(device).type)
+    return _choose(name, torch.device(device).type, dtype, head_dim)
 
 
 @functools.cache
-def _choose(name: str, device_type: str) -> Kernel:
+def announce(kernel: Kernel) -> None:
+    """Write one log line on what was chosen and why, the first time that the kernel is used."""
+    log.info("selective attention: %s (%s)", kernel.name, kernel.reason)
+
+
+@functools.cache
+def _choose(name: str, device_type: str, dtype: torch.dtype | None, head_dim: int | None) -> Kernel:
     if name == "auto":
-        name, reason = _best(device_type)
+        name, reason = _best(device_type, dtype, head_dim)
     else:
         reason = f"asked for by attention.kernel, on {device_type}"
-    if device_type != "meta":  # a model without values, built only to check its options
-        log.info("selective attention: %s (%s)", name, reason)
+        missing = _triton_lacks("cuda", dtype, head_dim) if name == "triton" else None
+        if missing is not None:
+            raise UserError(f"attention.kernel=triton: {missing}; choose attention.kernel=auto")
     return Kernel(name, KERNELS[name], reason)
 
 
-def _best(device_type: str) -> tuple[str, str]:
+def _best(device_type: str, dtype: torch.dtype | None, head_dim: int | None) -> tuple[str, str]:
     """The kernel that "auto" takes on a kind of device, and why."""
-    return "blockwise", f"exact and in blocks, the fastest on {device_type}"
+    if device_type != "cuda":
+        return "blockwise", f"the fastest on {device_type}"
+    missing = _triton_lacks(device_type, dtype, head_dim)
+    if missing is None:
+        return "triton", "fused, the fastest on cuda"
+    return "blockwise", f"on cuda without the fused triton kernel: {missing}"
+
+
+def _triton_lacks(device_type: str, dtype: torch.dtype | None, head_dim: int | None) -> str | None:
+    return triton_op.availability(device_type) or triton_op.unsupported(dtype, head_dim)
 
 
 def selective_attention(

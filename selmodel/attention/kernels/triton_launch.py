@@ -1,0 +1,269 @@
+"""Launching the Triton kernels: buffers, grids, and what runs after what. Importing this imports triton."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from selmodel.attention.kernels import triton_config as config
+from selmodel.attention.kernels.triton_backward import (
+    delta_kernel,
+    key_gradient_kernel,
+    later_kernel,
+    memory_gradient_kernel,
+    query_gradient_kernel,
+    selection_gradient_kernel,
+)
+from selmodel.attention.kernels.triton_forward import carry_kernel, forward_kernel, live_kernel, memory_kernel
+
+LOG2_E = math.log2(math.e)
+
+# Columns that a program of a kernel over [b, blocks, n] takes at once; its warps are enough for them.
+COLUMNS = 256
+
+# Numbers of dS that the deterministic backward pass holds at once (256 MiB); it takes the queries in chunks.
+STORED_NUMBERS = 2**26
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What every kernel of a call needs. q, k, v, d_out: last dimension contiguous. live: lists of live keys, or
+    placeholders of the same types."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    starts: Tensor  # [b, n] int32
+    carries: Tensor  # [b, lines, n] float32, in units of ln 2
+    thresholds: Tensor | None  # [b, n] float32, in units of ln 2
+    live: tuple[Tensor, Tensor]  # [b, blocks, n], [b, blocks] int32
+    tiles: config.Tiles
+    selection_head: int
+
+    @property
+    def n_blocks(self) -> int:
+        return triton.cdiv(self.q.shape[2], self.tiles.queries)
+
+    @property
+    def n_lines(self) -> int:
+        return self.carries.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def scale(self) -> float:
+        return LOG2_E * self.q.shape[3] ** -0.5
+
+    @property
+    def selection(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the selection head: [b, n, d]."""
+        return self.q[:, self.selection_head], self.k[:, self.selection_head // self.group]
+
+    @property
+    def selection_strides(self) -> tuple[int, ...]:
+        q, k = self.q, self.k
+        return q.stride(0), q.stride(2), k.stride(0), k.stride(2)
+
+    def strides(self, *tensors: Tensor) -> list[int]:
+        """Batch, head and row strides of each tensor [b, h, n, d]."""
+        return [x.stride(dim) for x in tensors for dim in (0, 1, 2)]
+
+    def options(self, launch: config.Launch, *, blocks: bool = False) -> dict[str, object]:
+        """The constants and launch options of a kernel over lines of queries, or over blocks and heads of them."""
+        d = self.q.shape[3]
+        options = {
+            "HEAD_DIM": d,
+            "BLOCK_D": config.head_block(d),
+            "BLOCK_M": self.tiles.queries if blocks else self.tiles.line,
+            "BLOCK_N": launch.keys,
+            "LINES": self.tiles.queries // self.tiles.line,
+            "LIVE": self.thresholds is not None,
+            "PRECISION": config.precision(self.q.dtype),
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+        if blocks:
+            options["HEADS"] = math.gcd(launch.heads, self.q.shape[1])
+        return options
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, thresholds: Tensor | None, selection_head: int,
+    memory_tau: float | None, out: Tensor, lse: Tensor, carries: Tensor, memory: Tensor,
+) -> None:  # fmt: skip
+    """Fill out [b, h, n, d], lse [b, h, n], carries [b, lines, n], and memory [b, n] unless memory_tau is None."""
+    b, h, n, d = q.shape
+    with _on(q.device):
+        call = _prepare(q, k, v, starts, thresholds, selection_head, carries)
+        q, k, v = call.q, call.k, call.v
+        carry = call.tiles.carry
+        carry_kernel[(b * triton.cdiv(n, carry.keys),)](
+            *call.selection, carries, call.starts, _or_placeholder(call.thresholds, carries),
+            call.scale, n, *call.selection_strides, **call.options(carry),
+        )  # fmt: skip
+        call, _ = _with_live_keys(call)
+        options = call.options(call.tiles.forward, blocks=True)
+        forward_kernel[(b * (h // options["HEADS"]) * call.n_blocks,)](
+            q, k, v, *call.selection, out, lse, carries, call.starts, *call.live,
+            call.scale, n, h, call.group, *call.strides(q, k, v, out), **options,
+        )  # fmt: skip
+        if memory_tau is not None:
+            memory_kernel[(b * call.n_lines,)](
+                *call.selection, memory, carries, call.starts, *call.live,
+                call.scale, memory_tau * LOG2_E, n, *call.selection_strides, **call.options(carry),
+            )  # fmt: skip
+
+
+def backward(
+    d_out: Tensor, d_memory: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, carries: Tensor,
+    starts: Tensor | None, thresholds: Tensor | None, selection_head: int, memory_tau: float | None,
+    d_q: Tensor, d_k: Tensor, d_v: Tensor,
+) -> None:  # fmt: skip
+    """Fill d_q, d_k and d_v; d_k and d_v have the same strides.
+
+    Sums of several programs are added in no fixed order, unless torch.use_deterministic_algorithms is on: then key
+    heads keep their sums apart, and dS of the selection is stored, a chunk of queries at a time, and multiplied by
+    the library.
+    """
+    b, h, n, d = q.shape
+    h_kv = k.shape[1]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with _on(q.device):
+        call, stops = _with_live_keys(_prepare(q, k, v, starts, thresholds, selection_head, carries))
+        q, k, v, d_out = call.q, call.k, call.v, _contiguous_rows(d_out)
+        tau = 1.0 if memory_tau is None else memory_tau
+        delta = torch.empty_like(lse)
+        delta_kernel[(b * h * call.n_blocks,)](
+            out, d_out, delta, n, h, *call.strides(out, d_out),
+            HEAD_DIM=d, BLOCK_D=config.head_block(d), BLOCK_M=call.tiles.queries,
+        )  # fmt: skip
+
+        slots = h_kv if deterministic else 1
+        sums = torch.zeros(b, slots, call.n_lines, n, dtype=torch.float32, device=q.device)
+        if d_memory is None:
+            scaled_d_memory = torch.zeros(b, n, dtype=torch.float32, device=q.device)
+        else:
+            scaled_d_memory = (d_memory.float() / tau).contiguous()
+            memory_gradient_kernel[(b * call.n_lines,)](
+                *call.selection, scaled_d_memory, sums, carries, call.starts, *call.live,
+                call.scale, tau * LOG2_E, n, *call.selection_strides, sums.stride(0), **call.options(call.tiles.carry),
+            )  # fmt: skip
+
+        d_qs = torch.zeros(b, n, d, dtype=torch.float32, device=q.device)
+        d_ks = torch.empty_like(d_qs)
+        launch = call.tiles.key_gradient
+        key_gradient_kernel[(b * h_kv * triton.cdiv(n, launch.keys),)](
+            q, k, v, *call.selection, d_out, lse, delta, d_k, d_v, d_ks, sums, carries, call.starts, stops,
+            _order(call, stops), call.scale, d**-0.5, n, h, call.group, selection_head // call.group,
+            *call.strides(q, k, v, d_out, d_k), sums.stride(0), sums.stride(1) if slots > 1 else 0,
+            **call.options(launch),
+        )  # fmt: skip
+
+        later = sums.sum(1, keepdim=True) if slots > 1 else sums
+        later_kernel[(b * triton.cdiv(n, COLUMNS),)](
+            later, n, later.stride(0), BLOCK_M=call.tiles.line, BLOCK_N=COLUMNS
+        )
+        _selection_gradient(call, d_out, lse, delta, scaled_d_memory, later, tau, d_qs, d_ks, deterministic)
+        d_k[:, selection_head // call.group] = d_ks
+
+        options = call.options(call.tiles.query_gradient, blocks=True)
+        query_gradient_kernel[(b * (h // options["HEADS"]) * call.n_blocks,)](
+            q, k, v, *call.selection, d_out, lse, delta, d_q, d_qs, carries, call.starts, *call.live,
+            call.scale, d**-0.5, n, h, call.group, selection_head, *call.strides(q, k, v, d_out, d_q), **options,
+        )  # fmt: skip
+
+
+def _selection_gradient(call, d_out, lse, delta, d_memory, later, tau, d_qs, d_ks, deterministic) -> None:
+    """Add to d_qs and d_ks [b, n, d] what the gradient of F gives the selection head."""
+    b, h, n, d = call.q.shape
+    launch, rows = call.tiles.selection_gradient, call.tiles.line
+    strip = call.n_lines * rows if deterministic else call.tiles.strip
+    chunk = max(1, STORED_NUMBERS // (b * n * rows)) if deterministic else call.n_lines
+    for first_line in range(0, call.n_lines, chunk):
+        n_own_lines = min(chunk, call.n_lines - first_line)
+        last_key = min((first_line + n_own_lines) * rows, n)
+        n_strips = triton.cdiv(last_key, strip * launch.keys)
+        shape = (b, n_own_lines * rows, n) if deterministic else (1,)
+        d_S = torch.zeros(shape, dtype=torch.float32, device=d_qs.device)
+        selection_gradient_kernel[(b * n_own_lines * n_strips,)](
+            call.q, call.k, call.v, *call.selection, d_out, lse, delta, d_memory, later, d_qs, d_ks, d_S,
+            call.carries, call.starts, *call.live, call.scale, d**-0.5, tau * LOG2_E, n, h, call.group,
+            first_line, n_own_lines, strip, n_strips,
+            *call.strides(call.q, call.k, call.v, d_out), later.stride(0),
+            STORE=deterministic, **call.options(launch),
+        )  # fmt: skip
+        if deterministic:
+            q_s, k_s = (x.float() for x in call.selection)
+            own = slice(first_line * rows, last_key)
+            d_S = d_S[:, : last_key - own.start]
+            d_qs[:, own] = d_S @ k_s
+            d_ks += d_S.mT @ q_s[:, own]
+
+
+def _prepare(q, k, v, starts, thresholds, selection_head, carries) -> _Call:
+    b, h, n, d = q.shape
+    if starts is None:
+        starts = torch.zeros(b, n, dtype=torch.int32, device=q.device)
+    if thresholds is not None:
+        thresholds = (thresholds * LOG2_E).contiguous()
+    q, k, v = (_contiguous_rows(x) for x in (q, k, v))
+    live = (starts, starts)
+    return _Call(q, k, v, starts, carries, thresholds, live, config.tiles_for(q), selection_head)
+
+
+def _with_live_keys(call: _Call) -> tuple[_Call, Tensor]:
+    """The call with its lists of live keys, and stops [b, n] int32: one past the last block that looks at a key."""
+    b, h, n, d = call.q.shape
+    if call.thresholds is None:
+        ends = document_ends(call.starts)
+        return call, (ends + call.tiles.queries - 1) // call.tiles.queries
+    live = torch.empty(b, call.n_blocks, n, dtype=torch.int32, device=call.q.device)
+    counts = torch.empty(b, call.n_blocks, dtype=torch.int32, device=call.q.device)
+    stops = torch.zeros(b, n, dtype=torch.int32, device=call.q.device)
+    live_kernel[(b * call.n_blocks,)](
+        call.carries, call.starts, call.thresholds, live, counts, stops, n,
+        BLOCK_M=call.tiles.queries, BLOCK_N=COLUMNS, LINES=call.tiles.queries // call.tiles.line,
+    )  # fmt: skip
+    return replace(call, live=(live, counts)), stops
+
+
+def document_ends(starts: Tensor) -> Tensor:
+    """One past the last token of each token's document. starts [b, n] int32, ascending; returns [b, n] int32."""
+    n = starts.shape[1]
+    return torch.searchsorted(starts.contiguous(), starts.contiguous(), right=True, out_int32=True).clamp_(max=n)
+
+
+def _order(call: _Call, stops: Tensor) -> Tensor:
+    """The order in which the key pass takes the keys, [b, n] int32, where keys die; else a placeholder.
+
+    A tile of keys is looked at until its last key is dead, so keys are put together by the logarithm of their
+    lifetime, and by position within that.
+    """
+    if call.thresholds is None:
+        return call.starts
+    position = torch.arange(call.q.shape[2], device=stops.device)
+    lifetime = stops - position // call.tiles.queries  # in blocks, at least 1
+    by_class = lifetime.float().log2().to(torch.int64) * len(position) + position
+    return by_class.argsort(dim=1).to(torch.int32)
+
+
+def _or_placeholder(x: Tensor | None, placeholder: Tensor) -> Tensor:
+    return placeholder if x is None else x
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """x itself if its last dimension is contiguous and offsets within a head fit in 32 bits, else a copy."""
+    fits = x.stride(2) * x.shape[2] < 2**31
+    return x if x.stride(3) == 1 and fits else x.contiguous()
+
+
+def _on(device: torch.device):
+    """Launch on that device: Triton launches on the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,158 @@
+"""Selective attention by fused Triton kernels, on NVIDIA GPUs of compute capability 8.0 and newer.
+
+Two operators, registered with `torch.library`: one for the forward pass, one for its gradient. `torch.compile`,
+activation checkpointing and DDP see each as one opaque operator. Importing this module does not import triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selmodel.attention.kernels.inputs import check_inputs
+from selmodel.attention.kernels.triton_config import MAX_HEAD_DIM, availability, tiles_for
+from selmodel.attention.live import death_thresholds
+from selmodel.attention.selection import document_starts
+
+__all__ = ["availability", "selective_attention"]
+
+
+def selective_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    selection_head: int = 0,
+    document_ids: Tensor | None = None,
+    memory_tau: float | None = None,
+    live_keys: str | float = "off",
+) -> tuple[Tensor, Tensor | None]:
+    """out and M, as `selmodel.attention.kernels` describes it.
+
+    Logits, F, softmax and gradients are accumulated in float32; out has the type of q, in memory [b, n, h, d].
+    Inputs are read in place if their last dimension is contiguous. Beside inputs and outputs it holds
+    4 * b * n * n / 32 bytes of F at every 32nd query (twice in the backward pass), and half of that with live keys.
+
+    Raises ValueError for float64, heads of more than 128 features, and devices on which Triton cannot run.
+    """
+    check_inputs(q, k, v, selection_head, document_ids, memory_tau)
+    _check_supported(q)
+    thresholds = death_thresholds(q, k, v, live_keys, memory_tau)
+    starts = None if document_ids is None else first_positions(document_ids)
+    out, _, _, memory = triton_forward(q, k, v, starts, thresholds, selection_head, memory_tau)
+    return out, (None if memory_tau is None else memory)
+
+
+def first_positions(document_ids: Tensor) -> Tensor:
+    """The position of the first token of each token's document: [b, n] int32 from document_ids [b, n]."""
+    position = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return torch.where(document_starts(document_ids), position, 0).cummax(dim=1).values.to(torch.int32)
+
+
+def unsupported(dtype: torch.dtype | None, head_dim: int | None) -> str | None:
+    """None if the kernels take inputs of that type and head size (None: not known yet), else what they lack."""
+    if dtype == torch.float64:
+        return "it computes in float32, and the inputs are float64"
+    if head_dim is not None and head_dim > MAX_HEAD_DIM:
+        return f"its heads have at most {MAX_HEAD_DIM} features, and the inputs {head_dim}"
+    return None
+
+
+def _check_supported(q: Tensor) -> None:
+    reason = unsupported(q.dtype, q.shape[3]) or availability(q.device.type)
+    if reason is not None:
+        raise ValueError(f"attention.kernel=triton: {reason}. Choose attention.kernel=blockwise instead")
+
+
+@torch.library.custom_op("selmodel::triton_forward", mutates_args=())
+def triton_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    thresholds: Tensor | None,
+    selection_head: int,
+    memory_tau: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out [b, h, n, d], lse [b, h, n] and carries [b, lines, n] in units of ln 2, and M [b, n] ([0] without tau).
+
+    starts [b, n] int32: see `first_positions`. thresholds [b, n]: the F from which each key is dead.
+    """
+    from selmodel.attention.kernels import triton_launch
+
+    results = _forward_outputs(q, memory_tau)
+    triton_launch.forward(q, k, v, starts, thresholds, selection_head, memory_tau, *results)
+    return results
+
+
+@triton_forward.register_fake
+def _(q, k, v, starts, thresholds, selection_head, memory_tau):
+    return _forward_outputs(q, memory_tau)
+
+
+def _forward_outputs(q: Tensor, memory_tau: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b, h, n, d = q.shape
+    n_lines = -(-n // tiles_for(q).line)
+    return (
+        _empty_like(q),
+        q.new_empty(b, h, n, dtype=torch.float32),
+        q.new_empty(b, n_lines, n, dtype=torch.float32),
+        q.new_empty((b, n) if memory_tau is not None else (0,), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("selmodel::triton_backward", mutates_args=())
+def triton_backward(
+    d_out: Tensor,
+    d_memory: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    carries: Tensor,
+    starts: Tensor | None,
+    thresholds: Tensor | None,
+    selection_head: int,
+    memory_tau: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, each in its type and in memory [b, n, heads, d]."""
+    from selmodel.attention.kernels import triton_launch
+
+    grads = _empty_like(q), _empty_like(k), _empty_like(v)
+    triton_launch.backward(
+        d_out, d_memory, q, k, v, out, lse, carries, starts, thresholds, selection_head, memory_tau, *grads
+    )
+    return grads
+
+
+@triton_backward.register_fake
+def _(d_out, d_memory, q, k, v, out, lse, carries, starts, thresholds, selection_head, memory_tau):
+    return _empty_like(q), _empty_like(k), _empty_like(v)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """[b, h, n, d] in memory [b, n, h, d], as the projections before and after attention have it."""
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d).transpose(1, 2)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, starts, thresholds, selection_head, memory_tau = inputs
+    out, lse, carries, _ = output
+    ctx.save_for_backward(q, k, v, out, lse, carries, starts, thresholds)
+    ctx.options = (selection_head, memory_tau)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_out, _, __, d_memory):
+    q, k, v, out, lse, carries, starts, thresholds = ctx.saved_tensors
+    if d_out is None:
+        d_out = torch.zeros_like(out)
+    if ctx.options[1] is None:
+        d_memory = None
+    grads = triton_backward(d_out, d_memory, q, k, v, out, lse, carries, starts, thresholds, *ctx.options)
+    return (*grads, None, None, None, None)
+
+
+triton_forward.register_autograd(_backward, setup_context=_save)
