@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from selmodel.attention.kernels import blockwise
+from selmodel.attention.kernels import blockwise, blockwise_tiles
 from selmodel.attention.kernels.blockwise import selective_attention
 from selmodel.attention.kernels.eager import selective_attention as eager
 from selmodel.attention.live import death_thresholds
@@ -161,7 +161,7 @@ def test_no_later_token_influences_an_earlier_output(random_qkv, monkeypatch, po
 def test_huge_F_gives_weight_exactly_zero(monkeypatch, dtype, live_keys):
     """As in test_eager: every vote is 1e4, so row i is the plain mean of v over <BOS>, i - 1 and i."""
     monkeypatch.setattr(blockwise, "CPU_ROWS", 2)
-    monkeypatch.setattr(blockwise, "GATHER_SPARES", 0)
+    monkeypatch.setattr(blockwise_tiles, "GATHER_SPARES", 0)
     n = 6
     q = torch.full((1, 2, n, 1), 100.0, dtype=dtype)
     q[:, 1] = 0.5
@@ -196,7 +196,7 @@ def test_nan_and_infinity_propagate_as_in_the_eager_kernel(
     no gradient turns finite as a whole: a training step that has gone wrong shows.
     """
     monkeypatch.setattr(blockwise, "CPU_ROWS", 4)
-    monkeypatch.setattr(blockwise, "GATHER_SPARES", 0)
+    monkeypatch.setattr(blockwise_tiles, "GATHER_SPARES", 0)
     q, k, v = random_qkv(b=2, h=2, n=11, seed=5)
     clean = selective_attention(q, k, v, memory_tau=3.0, live_keys=live_keys)[0]
     (q if which == "q" else k)[1, head, position, 0] = value
@@ -252,8 +252,8 @@ def test_a_threshold_by_hand_drops_exactly_those_keys(
     """Gathered or not, with the gradients; F on both sides of the threshold."""
     rows = 8
     monkeypatch.setattr(blockwise, "CPU_ROWS", rows)
-    monkeypatch.setattr(blockwise, "GATHER_BELOW", gather)
-    monkeypatch.setattr(blockwise, "GATHER_SPARES", 0)
+    monkeypatch.setattr(blockwise_tiles, "GATHER_BELOW", gather)
+    monkeypatch.setattr(blockwise_tiles, "GATHER_SPARES", 0)
     q, k, v = random_qkv(b=3, h=h, h_kv=h_kv, n=61, d=8, scale=1.2)
     options = {
         "selection_head": selection_head,
@@ -270,42 +270,45 @@ def test_a_threshold_by_hand_drops_exactly_those_keys(
 
 def test_only_live_keys_are_looked_at(random_qkv, monkeypatch):
     """A tile holds the block's own keys and those below the threshold, counted by the definition of F."""
-    monkeypatch.setattr(blockwise, "GATHER_SPARES", 0)
+    monkeypatch.setattr(blockwise_tiles, "GATHER_SPARES", 0)
     seen = []
-    logits = blockwise._Problem.logits
+    logits = blockwise_tiles.Problem.logits
     monkeypatch.setattr(
-        blockwise._Problem, "logits", lambda self, tile, work: seen.append(tile) or logits(self, tile, work)
+        blockwise_tiles.Problem, "logits", lambda self, tile, work: seen.append(tile) or logits(self, tile, work)
     )
     q, k, v = random_qkv(b=2, h=2, n=256, d=16, scale=1.5)
     selective_attention(q, k, v, live_keys=4.0)
     F = accumulate(selection_scores(q[:, 0] @ k[:, 0].mT / 4))
-    for tile in seen:
-        if tile.first:
-            (sequence,) = range(2)[tile.sequences]
-            live = (F[sequence, tile.first, : tile.first] < 4.0).nonzero()[:, 0].tolist()
-            assert tile.index.tolist() == [*live, *range(tile.first, tile.last)]
-            assert len(live) < tile.first / 2
-    assert len(seen) == 1 + 2 * 3
+    assert [tile.first for tile in seen] == [0, 64, 128, 192]
+    for tile in seen[1:]:
+        live = [(F[s, tile.first, : tile.first] < 4.0).nonzero()[:, 0].tolist() for s in range(2)]
+        most = max(len(keys) for keys in live)
+        assert tile.index.shape == (2, most + 64)  # the two sequences together, the shorter list filled up
+        for s in range(2):
+            kept = tile.index[s] if tile.dead is None else tile.index[s][~tile.dead[s]]
+            assert kept.tolist() == [*live[s], *range(tile.first, tile.last)]
+            assert len(live[s]) < tile.first / 2
+    assert any(tile.dead is not None for tile in seen)
 
 
 def test_ended_documents_are_not_looked_at(random_qkv, monkeypatch):
     """Without live keys too: their weight is exactly 0."""
-    monkeypatch.setattr(blockwise, "GATHER_SPARES", 0)
+    monkeypatch.setattr(blockwise_tiles, "GATHER_SPARES", 0)
     seen = []
-    logits = blockwise._Problem.logits
+    logits = blockwise_tiles.Problem.logits
     monkeypatch.setattr(
-        blockwise._Problem, "logits", lambda self, tile, work: seen.append(tile) or logits(self, tile, work)
+        blockwise_tiles.Problem, "logits", lambda self, tile, work: seen.append(tile) or logits(self, tile, work)
     )
     ids = torch.cat((torch.zeros(1, 70), torch.ones(1, 186)), 1).long()
     selective_attention(*random_qkv(b=1, h=2, n=256), document_ids=ids)
-    looked_at = [tile.index.tolist() if tile.index is not None else list(range(tile.last)) for tile in seen]
+    looked_at = [tile.index[0].tolist() if tile.index is not None else list(range(tile.last)) for tile in seen]
     assert looked_at == [list(range(64)), list(range(128)), list(range(70, 192)), list(range(70, 256))]
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
 def test_auto_equals_off_within_rounding(random_qkv, monkeypatch, scale):
     monkeypatch.setattr(blockwise, "CPU_ROWS", 16)
-    monkeypatch.setattr(blockwise, "GATHER_SPARES", 0)
+    monkeypatch.setattr(blockwise_tiles, "GATHER_SPARES", 0)
     q, k, v = random_qkv(b=2, h=4, n=400, d=16, scale=scale, dtype=torch.float32)
     exact = results(eager, q.double(), k.double(), v.double())
     off = results(selective_attention, q, k, v)

@@ -22,37 +22,25 @@ transposed operand; sums over the rows of a tile are products with a triangle of
 F, which is broadcast over heads; and a tile holds few enough rows to stay in cache.
 
 Live keys: before each block, keys whose c has reached their threshold are left out (see `selmodel.attention.live`),
-and so are the keys of documents that ended before it. Where few are left, these are gathered.
+and so are the keys of documents that ended before it. Where few are left, these are gathered. What a tile is and
+how it is gathered: `blockwise_tiles.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from selmodel.attention.kernels.blockwise_tiles import LOG2_E, Problem, empty_like, view_of
 from selmodel.attention.kernels.inputs import check_inputs
 from selmodel.attention.live import death_thresholds
-from selmodel.attention.selection import accumulation_dtype, document_starts
-
-LOG2_E = math.log2(math.e)
+from selmodel.attention.selection import accumulation_dtype
 
 # Queries in a block. On a CPU fewer make the products slow, and more compute in vain the half of a block's own keys
 # that lies above the diagonal; an accelerator wants fewer and larger steps.
 CPU_ROWS, ACCELERATOR_ROWS = 64, 128
-
-# On a CPU so many sequences are taken together that a tile [sequence, head, key, query] has about this many numbers:
-# few steps for small models, and two tiles (weights, and gradients of the logits) stay in cache.
-TILE_NUMBERS = 2**19
-
-# Live keys of a sequence are gathered when this share of them is left at most, and that spares this many numbers of
-# its tile. Gathering keys and scattering their gradients costs as much as computing with a quarter of them.
-GATHER_BELOW = 0.75
-GATHER_SPARES = 2**15
 
 
 def selective_attention(
@@ -97,8 +85,8 @@ def blockwise(
     b, h, n, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        problem = _Problem.of(q, k, v, document_ids, thresholds, selection_head, rows)
-        out = _empty_like(q)
+        problem = Problem.of(q, k, v, document_ids, thresholds, selection_head, rows)
+        out = empty_like(q)
         lse = torch.empty(b, h, n, dtype=dtype, device=q.device)
         carries = torch.empty(math.ceil(n / rows), b, n, dtype=dtype, device=q.device)
         memory = torch.empty((b, n) if memory_tau is not None else 0, dtype=dtype, device=q.device)
@@ -130,7 +118,7 @@ def _(q, k, v, document_ids, thresholds, selection_head, memory_tau, rows):
     b, h, n, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     return (
-        _empty_like(q),
+        empty_like(q),
         q.new_empty(b, h, n, dtype=dtype),
         q.new_empty(-(-n // rows), b, n, dtype=dtype),
         q.new_empty((b, n) if memory_tau is not None else (0,), dtype=dtype),
@@ -157,8 +145,8 @@ def blockwise_backward(
     b, h, n, d = q.shape
     dtype = lse.dtype
     with torch.autocast(q.device.type, enabled=False):
-        problem = _Problem.of(q, k, v, document_ids, thresholds, selection_head, rows)
-        d_q, d_k, d_v = _empty_like(q, dtype), _empty_like(k, dtype).zero_(), _empty_like(v, dtype).zero_()
+        problem = Problem.of(q, k, v, document_ids, thresholds, selection_head, rows)
+        d_q, d_k, d_v = empty_like(q, dtype), empty_like(k, dtype).zero_(), empty_like(v, dtype).zero_()
         later = torch.zeros(b, n, dtype=dtype, device=q.device)  # g: the sum of H over the rows of later blocks
         work, work_too = problem.workspace(), problem.workspace()
         for block, first in reversed(list(enumerate(range(0, n, rows)))):
@@ -172,7 +160,7 @@ def blockwise_backward(
                 grad = problem.fold(d_out, tile).to(dtype)  # [c, h_kv, group * rows, d]
                 tile.add_product(d_v, P, grad)
                 delta = (grad * problem.fold(out, tile)).sum(-1)  # [c, h_kv, group * rows]
-                d_logits = _tile(work_too, P.shape)
+                d_logits = view_of(work_too, P.shape)
                 torch.bmm(tile.take(problem.v).flatten(0, 1), grad.flatten(0, 1).mT, out=d_logits.flatten(0, 1))
                 d_logits -= delta[:, :, None]
                 d_logits *= P
@@ -194,7 +182,7 @@ def blockwise_backward(
 
 @blockwise_backward.register_fake
 def _(d_out, d_memory, q, k, v, *saved):
-    return _empty_like(q), _empty_like(k), _empty_like(v)
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _save(ctx, inputs, output):
@@ -214,200 +202,3 @@ def _backward(ctx, d_out, _, __, d_memory):
 
 
 blockwise.register_autograd(_backward, setup_context=_save)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Some sequences, the queries first .. last - 1 of each, and the keys these look at.
-
-    index: positions of the keys, ascending, the block's own last, of the one sequence it is for; None: all keys
-    before last, of the sequences in the slice. dead [c, m] or None: keys that are in the tile but left out.
-    """
-
-    sequences: slice
-    first: int
-    last: int
-    index: Tensor | None = None
-    dead: Tensor | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.last - self.first
-
-    def take(self, x: Tensor) -> Tensor:
-        """The tile's keys of x [b, h_kv, n, d]: [c, h_kv, m, d]."""
-        return self._take(x, 2)
-
-    def take_rows(self, x: Tensor) -> Tensor:
-        """The tile's keys of x [b, n]: [c, m]."""
-        return self._take(x, 1)
-
-    def _take(self, x: Tensor, dim: int) -> Tensor:
-        x = x[self.sequences]
-        return x.narrow(dim, 0, self.last) if self.index is None else x.index_select(dim, self.index)
-
-    def add(self, total: Tensor, x: Tensor) -> None:
-        """Add x [c, m] to the tile's keys of total [b, n]."""
-        if self.index is None:
-            total[self.sequences, : self.last] += x
-        else:
-            total[self.sequences].index_add_(1, self.index, x)
-
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add left [c, h_kv, m, r] @ right [c, h_kv, r, d] to the tile's keys of total [b, h_kv, n, d]."""
-        total = total[self.sequences]
-        if self.index is not None:
-            total.index_add_(2, self.index, left @ right)
-        elif len(total) == 1:
-            total[0, :, : self.last].baddbmm_(left[0], right[0])
-        else:
-            total[:, :, : self.last] += left @ right
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """The inputs, and what the forward and the backward pass do alike.
-
-    q as given, k and v in the type computed in. Logits, S, F and thresholds are in units of ln 2.
-    sound: q and k are finite, and so small that no logit or F can overflow.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    document_ids: Tensor | None
-    thresholds: Tensor | None
-    selection_head: int
-    max_rows: int
-    sound: bool
-    earlier: Tensor  # [key, query] of a block, 1 where the key is earlier than the query, else 0
-    future: Tensor  # [key, query] of a block, infinite where the key is later than the query, else 0
-
-    @staticmethod
-    def of(q, k, v, document_ids, thresholds, selection_head, rows) -> _Problem:
-        dtype = accumulation_dtype(q.dtype)
-        n, d = q.shape[2:]
-        k, v = k.to(dtype), v.to(dtype)
-        largest_F = n * q.norm(dim=-1, dtype=dtype).max() * k.norm(dim=-1).max()  # and more, by Cauchy-Schwarz
-        earlier = torch.ones(rows, rows, dtype=dtype, device=q.device).triu_(1)
-        future = torch.zeros_like(earlier).masked_fill_(earlier.mT == 1, torch.inf)
-        thresholds = None if thresholds is None else thresholds * LOG2_E
-        sound = bool(largest_F.isfinite())
-        return _Problem(q, k, v, document_ids, thresholds, selection_head, rows, sound, earlier, future)
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.q.shape[1] // self.k.shape[1]
-
-    def workspace(self) -> Tensor:
-        """Room for the largest tile, so that the loop does not allocate."""
-        b, h, n, _ = self.q.shape
-        return self.k.new_empty(self._sequences_at_once() * h * min(self.max_rows, n) * n)
-
-    def _sequences_at_once(self) -> int:
-        b, h, n, _ = self.q.shape
-        if self.q.device.type != "cpu":
-            return b
-        return max(1, min(b, TILE_NUMBERS // (h * min(self.max_rows, n) * n)))
-
-    def tiles(self, carry: Tensor, first: int) -> Iterator[_Tile]:
-        """The tiles of one block of queries; carry [b, n] is F at the block's first row."""
-        b, n = carry.shape
-        last = min(first + self.max_rows, n)
-        at_once = self._sequences_at_once()
-        for start in range(0, b, at_once):
-            at = slice(start, min(start + at_once, b))
-            if first == 0 or (self.thresholds is None and self.document_ids is None):
-                yield _Tile(at, first, last)
-                continue
-            live = torch.ones(at.stop - at.start, first, dtype=torch.bool, device=carry.device)
-            if self.thresholds is not None:
-                live &= ~(carry[at, :first] >= self.thresholds[at, :first])  # not <: a NaN keeps the key
-            if self.document_ids is not None:
-                live &= self.document_ids[at, :first] == self.document_ids[at, first, None]
-            n_dead = live.numel() - int(live.sum())
-            spares = n_dead * self.q.shape[1] * (last - first) / len(live)
-            if n_dead < (1 - GATHER_BELOW) * live.numel() or spares < GATHER_SPARES:
-                dead = None if self.thresholds is None else pad(~live, (0, last - first))
-                yield _Tile(at, first, last, dead=dead)
-                continue
-            own = torch.arange(first, last, device=carry.device)
-            for sequence in range(at.start, at.stop):
-                index = torch.cat((live[sequence - at.start].nonzero()[:, 0], own))
-                yield _Tile(slice(sequence, sequence + 1), first, last, index)
-
-    def fold(self, x: Tensor, tile: _Tile) -> Tensor:
-        """The tile's queries of x [b, h, n, ...], heads of a group side by side: [c, h_kv, group * rows, ...]."""
-        x = x[tile.sequences, :, tile.first : tile.last]
-        return x if self.group == 1 else x.unflatten(1, (-1, self.group)).flatten(2, 3)
-
-    def logits(self, tile: _Tile, work: Tensor) -> Tensor:
-        """[c, h_kv, m, group * rows], in `work`; nothing is masked yet."""
-        keys = tile.take(self.k)
-        queries = self.fold(self.q, tile).to(self.k.dtype) * (LOG2_E * self.q.shape[3] ** -0.5)
-        logits = _tile(work, (*keys.shape[:3], queries.shape[2]))
-        torch.bmm(keys.flatten(0, 1), queries.flatten(0, 1).mT, out=logits.flatten(0, 1))
-        return logits
-
-    def selection(self, tile: _Tile, logits: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-        """S and F [c, m, rows] of a tile; F is infinite where a query does not attend to a key."""
-        rows = tile.rows
-        head = self.selection_head % self.group
-        S = logits[:, self.selection_head // self.group, :, head * rows : (head + 1) * rows].relu()
-        c = tile.take_rows(carry)[:, :, None]
-        if tile.dead is not None:
-            c = c.masked_fill(tile.dead[:, :, None], torch.inf)
-        own = slice(S.shape[1] - rows, None)  # the block's own keys are the tile's last
-        if self.document_ids is not None:
-            unequal = self._unequal(tile)
-            S.masked_fill_(unequal | tile.take_rows(document_starts(self.document_ids))[:, :, None], 0.0)
-            c = c.masked_fill(unequal, torch.inf)
-        else:
-            S[:, 0] = 0.0  # <BOS>, which is never dead: F[.,0] = 0
-        if self.sound:
-            S[:, own] *= self.earlier[:rows, :rows]
-            F = c + S @ self.earlier[:rows, :rows]
-        else:
-            S[:, own].masked_fill_(self.earlier[:rows, :rows] == 0, 0.0)
-            F = c + pad(S[..., :-1].cumsum(2), (1, 0))
-        F[:, own] += self.future[:rows, :rows]
-        return S, F
-
-    def _unequal(self, tile: _Tile) -> Tensor:
-        """True where query and key are of different documents: [c, m, rows]."""
-        queries = self.document_ids[tile.sequences, None, tile.first : tile.last]
-        return tile.take_rows(self.document_ids)[:, :, None] != queries
-
-    def subtract(self, tile: _Tile, logits: Tensor, F: Tensor) -> None:
-        """logits -= F, broadcast over heads."""
-        by_head = logits.unflatten(3, (-1, tile.rows))
-        by_head -= F[:, None, :, None]
-        if not self.sound:  # NaN and infinite logits minus infinity are NaN
-            by_head.masked_fill_(self.masked(tile), -torch.inf)
-
-    def sum_below(self, tile: _Tile, H: Tensor) -> Tensor:
-        """For every query of the block the sum of H [c, m, rows] over the queries after it."""
-        if self.sound:
-            return H @ self.earlier[: tile.rows, : tile.rows].mT
-        return pad(H[..., 1:].flip(2).cumsum(2).flip(2), (0, 1))
-
-    def masked(self, tile: _Tile) -> Tensor:
-        """True where a query does not attend to a key: [1 or c, 1, m, 1, rows]."""
-        query = torch.arange(tile.first, tile.last, device=self.q.device)
-        key = torch.arange(tile.last, device=self.q.device) if tile.index is None else tile.index
-        masked = (key[:, None] > query)[None]
-        if self.document_ids is not None:
-            masked = masked | self._unequal(tile)
-        return masked[:, None, :, None]
-
-
-def _tile(work: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor of that shape at the start of the workspace."""
-    return work[: math.prod(shape)].view(shape)
-
-
-def _empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[b, h, n, d] in memory [b, n, h, d], as the projections before and after attention have it."""
-    b, h, n, d = x.shape
-    return x.new_empty(b, n, h, d, dtype=dtype).transpose(1, 2)

@@ -77,7 +77,6 @@ def memory_gradient_kernel(
     Ks += batch * key_stride_b
     Starts += batch * n
     starts = tl.load(Starts + rows, mask=rows < n, other=0)
-    starts_before = tl.load(Starts + rows - 1, mask=(rows > 0) & (rows <= n), other=0)
     grad = tl.load(dMemory + batch * n + rows, mask=rows < n, other=0.0)
     q_before = load_rows(Qs + batch * query_stride_b, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
     if LIVE:
@@ -93,8 +92,8 @@ def memory_gradient_kernel(
             columns = start + tl.arange(0, BLOCK_N)
         k = load_rows(Ks, columns, key_stride_n, n, HEAD_DIM, BLOCK_D, True)
         carry = tl.load(carries + columns, mask=columns < n, other=0.0)
-        F = votes_tile(q_before, k, carry, scale, rows, columns, starts_before, first, True, False, PRECISION)
-        counted = attended(rows, columns, starts, n, False) & (F <= tau)
+        F = votes_tile(q_before, k, carry, scale, rows, columns, starts, first, True, False, PRECISION)
+        counted = attended(rows, columns, starts, False) & (F <= tau)
         total = tl.sum(tl.where(counted, grad[:, None], 0.0), axis=0)
         tl.store(Sums + batch * sums_stride_b + tl.cast(line, tl.int64) * n + columns, total, mask=columns < n)
 
@@ -147,17 +146,16 @@ def key_gradient_kernel(
             first = line * BLOCK_M
             rows = first + tl.arange(0, BLOCK_M)
             starts = tl.load(Starts + rows, mask=rows < n, other=0)
-            starts_before = tl.load(Starts + rows - 1, mask=(rows > 0) & (rows <= n), other=0)
             carry = tl.load(carries + tl.cast(line, tl.int64) * n, mask=columns < n, other=0.0)
             q_before = load_rows(Qs, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
             F = votes_tile(
-                q_before, k_selection, carry, scale, rows, columns, starts_before, first, True, True, PRECISION
+                q_before, k_selection, carry, scale, rows, columns, starts, first, True, True, PRECISION
             )
             lse = tl.load(Lse + (batch * h + head) * n + rows, mask=rows < n, other=float("inf"))
             delta = tl.load(Delta + (batch * h + head) * n + rows, mask=rows < n, other=0.0)
             q = load_rows(queries, rows, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
             logits = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - F
-            logits = tl.where(attended(rows, columns, starts, n, True), logits, -float("inf"))
+            logits = tl.where(attended(rows, columns, starts, True), logits, -float("inf"))
             P = tl.exp2(logits - lse[None, :])
             grad = load_rows(grads, rows, grad_stride_n, n, HEAD_DIM, BLOCK_D, True)
             dv = tl.dot(P.to(grad.dtype), grad, dv, input_precision=PRECISION)
@@ -192,101 +190,100 @@ def later_kernel(Sums, n, sums_stride_b, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit(do_not_specialize=SIZES)
 def selection_gradient_kernel(
     Q, K, V, Qs, Ks, dOut, Lse, Delta, dMemory, Later, dQs, dKs, dS, Carries, Starts, Live, LiveCounts,
-    scale, d_scale, tau, n, h, kv_group, first_line, n_own_lines, tiles_per_strip, n_strips,
+    scale, d_scale, tau, n, h, kv_group, first_row, n_row_tiles, n_key_tiles,
     query_stride_b, query_stride_h, query_stride_n, key_stride_b, key_stride_h, key_stride_n,
     value_stride_b, value_stride_h, value_stride_n, grad_stride_b, grad_stride_h, grad_stride_n, later_stride_b,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LINES: tl.constexpr, LIVE: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_LINES: tl.constexpr, LINES: tl.constexpr, LIVE: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the gradient of F adds to the queries (dQs) and keys (dKs) of the selection head: [b, n, d] float32.
 
     dMemory [b, n] float32, divided by tau (zeros without a memory term; tau in units of ln 2). Later: see
-    `later_kernel`. Takes the lines of queries first_line .. first_line + n_own_lines - 1, each in n_strips
-    strips of tiles_per_strip tiles of keys. Strips and lines meet in dQs and dKs by atomic additions, in no fixed
-    order. With STORE, dS [b, n_own_lines * BLOCK_M, n] (zeros at first) is written instead, scaled by 1 / sqrt(d),
-    and the caller multiplies. Grid: b * n_own_lines * n_strips. Tiles are [key, query].
+    `later_kernel`. A program takes one tile: TILE_LINES lines of queries, of the n_row_tiles times as many that begin
+    at first_row, and BLOCK_N keys. Programs meet in dQs and dKs by atomic additions, in no fixed order. With STORE,
+    dS [b, n_row_tiles * BLOCK_M, n] (zeros at first) is written instead, scaled by 1 / sqrt(d), and the caller
+    multiplies. Grid: b * n_row_tiles * n_key_tiles. Tiles are [key, query].
     """
-    n_lines = tl.cdiv(n, BLOCK_M)
-    strip = tl.program_id(0) % n_strips
-    own_line = n_own_lines - 1 - tl.program_id(0) // n_strips % n_own_lines
-    batch = (tl.program_id(0) // n_strips // n_own_lines).to(tl.int64)
-    line = first_line + own_line
-    first = line * BLOCK_M
+    LINE: tl.constexpr = BLOCK_M // TILE_LINES
+    n_lines = tl.cdiv(n, LINE)
+    key_tile = tl.program_id(0) % n_key_tiles
+    row_tile = n_row_tiles - 1 - tl.program_id(0) // n_key_tiles % n_row_tiles
+    batch = (tl.program_id(0) // n_key_tiles // n_row_tiles).to(tl.int64)
+    first = first_row + row_tile * BLOCK_M
     last = tl.minimum(first + BLOCK_M, n) - 1
+    at = batch * tl.cdiv(n, LINE * LINES) + first // (LINE * LINES)  # of the block's list of live keys
+    Starts += batch * n
+    if LIVE:
+        start = key_tile * BLOCK_N
+        end = tl.load(LiveCounts + at)
+    else:
+        start = (tl.load(Starts + first) // BLOCK_N + key_tile) * BLOCK_N
+        end = last + 1
+    if start >= end:
+        return
+
     rows = first + tl.arange(0, BLOCK_M)
-    carries = Carries + (batch * n_lines + line) * n
-    at = batch * tl.cdiv(n, BLOCK_M * LINES) + line // LINES  # of the block's list of live keys
+    if LIVE:
+        columns = live_columns(Live + at * n, end, start, BLOCK_N)
+    else:
+        columns = start + tl.arange(0, BLOCK_N)
     Q += batch * query_stride_b
     K += batch * key_stride_b
     V += batch * value_stride_b
     Qs += batch * query_stride_b
-    Ks += batch * key_stride_b
     dOut += batch * grad_stride_b
-    Starts += batch * n
     starts = tl.load(Starts + rows, mask=rows < n, other=0)
-    starts_before = tl.load(Starts + rows - 1, mask=(rows > 0) & (rows <= n), other=0)
     d_memory = tl.load(dMemory + batch * n + rows, mask=rows < n, other=0.0)
-    if LIVE:
-        low = 0
-        end = tl.load(LiveCounts + at)
+    carry = tl.load(Carries + (batch * n_lines + first // LINE) * n + columns, mask=columns < n, other=0.0)
+    k_selection = load_rows(Ks + batch * key_stride_b, columns, key_stride_n, n, HEAD_DIM, BLOCK_D, True)
+    q_before = load_rows(Qs, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
+    F = votes_tile(q_before, k_selection, carry, scale, rows, columns, starts, first, True, True, PRECISION)
+    keep = attended(rows, columns, starts, True)
+    H = tl.where(keep & (F <= tau), d_memory[None, :], 0.0)
+    F = tl.where(keep, F, float("inf"))  # weight 0
+    for head in range(0, h):
+        kv_head = tl.cast(head // kv_group, tl.int64)
+        query_at = tl.cast(head, tl.int64)
+        q = load_rows(Q + query_at * query_stride_h, rows, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
+        k = load_rows(K + kv_head * key_stride_h, columns, key_stride_n, n, HEAD_DIM, BLOCK_D, True)
+        grad = load_rows(dOut + query_at * grad_stride_h, rows, grad_stride_n, n, HEAD_DIM, BLOCK_D, True)
+        v = load_rows(V + kv_head * value_stride_h, columns, value_stride_n, n, HEAD_DIM, BLOCK_D, True)
+        lse = tl.load(Lse + (batch * h + head) * n + rows, mask=rows < n, other=float("inf"))
+        delta = tl.load(Delta + (batch * h + head) * n + rows, mask=rows < n, other=0.0)
+        P = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - F - lse[None, :])
+        H += P * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
+
+    q = load_rows(Qs, rows, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
+    S = selection_tile(q, k_selection, scale, rows, columns, starts, 0, True, True, PRECISION)
+    later_at = Later + batch * later_stride_b + tl.cast(last // LINE, tl.int64) * n
+    later = tl.load(later_at + columns, mask=columns < n, other=0.0)
+    after = tl.cumsum(H, axis=1, reverse=True) - H
+    # A NaN in S must reach the gradients; S > 0 would drop it.
+    grad_S = tl.where(S == 0, 0.0, -(later[:, None] + after)) * d_scale
+    if STORE:
+        pointers = dS + (batch * n_row_tiles * BLOCK_M + row_tile * BLOCK_M + tl.arange(0, BLOCK_M))[None, :] * n
+        mask = (columns < n)[:, None] & (rows < n)[None, :]
+        tl.store(pointers + columns[:, None], grad_S, mask=mask)
     else:
-        low = tl.load(Starts + first) // BLOCK_N * BLOCK_N
-        end = last + 1
-    low += strip * tiles_per_strip * BLOCK_N
-    end = tl.minimum(end, low + tiles_per_strip * BLOCK_N)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(low, end, BLOCK_N):
-        if LIVE:
-            columns = live_columns(Live + at * n, end, start, BLOCK_N)
-        else:
-            columns = start + tl.arange(0, BLOCK_N)
-        carry = tl.load(carries + columns, mask=columns < n, other=0.0)
-        later = tl.load(
-            Later + batch * later_stride_b + tl.cast(line, tl.int64) * n + columns, mask=columns < n, other=0.0
-        )
-        k_selection = load_rows(Ks, columns, key_stride_n, n, HEAD_DIM, BLOCK_D, True)
-        q_before = load_rows(Qs, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
-        F = votes_tile(q_before, k_selection, carry, scale, rows, columns, starts_before, first, True, True, PRECISION)
-        keep = attended(rows, columns, starts, n, True)
-        H = tl.where(keep & (F <= tau), d_memory[None, :], 0.0)
-        F = tl.where(keep, F, float("inf"))  # weight 0
-        for head in range(0, h):
-            kv_head = tl.cast(head // kv_group, tl.int64)
-            query_at = tl.cast(head, tl.int64)
-            q = load_rows(Q + query_at * query_stride_h, rows, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
-            k = load_rows(K + kv_head * key_stride_h, columns, key_stride_n, n, HEAD_DIM, BLOCK_D, True)
-            grad = load_rows(dOut + query_at * grad_stride_h, rows, grad_stride_n, n, HEAD_DIM, BLOCK_D, True)
-            v = load_rows(V + kv_head * value_stride_h, columns, value_stride_n, n, HEAD_DIM, BLOCK_D, True)
-            lse = tl.load(Lse + (batch * h + head) * n + rows, mask=rows < n, other=float("inf"))
-            delta = tl.load(Delta + (batch * h + head) * n + rows, mask=rows < n, other=0.0)
-            P = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - F - lse[None, :])
-            H += P * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
-        q = load_rows(Qs, rows, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
-        S = selection_tile(q, k_selection, scale, rows, columns, starts, 0, True, True, PRECISION)
-        after = tl.cumsum(H, axis=1, reverse=True) - H
-        # A NaN in S must reach the gradients; S > 0 would drop it.
-        grad_S = tl.where(S == 0, 0.0, -(later[:, None] + after)) * d_scale
-        if STORE:
-            pointers = dS + (batch * n_own_lines * BLOCK_M + own_line * BLOCK_M + tl.arange(0, BLOCK_M))[None, :] * n
-            mask = (columns < n)[:, None] & (rows < n)[None, :]
-            tl.store(pointers + columns[:, None], grad_S, mask=mask)
-        else:
-            operand = grad_S.to(q.dtype)
-            dq = tl.dot(tl.trans(operand), k_selection, dq, input_precision=PRECISION)
-            dk = tl.dot(operand, q, input_precision=PRECISION)
-            features = tl.arange(0, BLOCK_D)
-            pointers = dKs + batch * n * HEAD_DIM + (columns * HEAD_DIM)[:, None] + features[None, :]
-            tl.atomic_add(pointers, dk, mask=(columns < n)[:, None] & (features < HEAD_DIM)[None, :], sem="relaxed")
-    if not STORE:
-        if end > low:
-            features = tl.arange(0, BLOCK_D)
-            pointers = dQs + batch * n * HEAD_DIM + (rows * HEAD_DIM)[:, None] + features[None, :]
-            tl.atomic_add(pointers, dq, mask=(rows < n)[:, None] & (features < HEAD_DIM)[None, :], sem="relaxed")
+        # Sums over heads and later queries can leave the range of float16: they are brought to at most 1.
+        size = 1.0
+        if q.dtype == tl.float16:
+            largest = tl.max(tl.abs(grad_S))
+            size = tl.where(largest > 0, largest, 1.0)
+        operand = (grad_S / size).to(q.dtype)
+        features = tl.arange(0, BLOCK_D)
+        has_feature = (features < HEAD_DIM)[None, :]
+        dk = tl.dot(operand, q, input_precision=PRECISION) * size
+        pointers = dKs + batch * n * HEAD_DIM + ((columns * HEAD_DIM)[:, None] + features[None, :])
+        tl.atomic_add(pointers, dk, mask=(columns < n)[:, None] & has_feature, sem="relaxed")
+        dq = tl.dot(tl.trans(operand), k_selection, input_precision=PRECISION) * size
+        pointers = dQs + batch * n * HEAD_DIM + ((rows * HEAD_DIM)[:, None] + features[None, :])
+        tl.atomic_add(pointers, dq, mask=(rows < n)[:, None] & has_feature, sem="relaxed")
 
 
 @triton.jit
 def query_gradient_tile(
-    Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, starts_before, first,
+    Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, first,
     scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -296,7 +293,7 @@ def query_gradient_tile(
         carry = tl.load(carries + columns, mask=columns < n, other=0.0)
     else:
         carry = tl.load(carries + columns)
-    F = votes_tile(q_before, k_selection, carry, scale, rows, columns, starts_before, first, MASKED, False, PRECISION)
+    F = votes_tile(q_before, k_selection, carry, scale, rows, columns, starts, first, MASKED, False, PRECISION)
     new_dq = ()
     for x in tl.static_range(HEADS):
         kv_head = tl.cast((head + x) // kv_group, tl.int64)
@@ -304,7 +301,7 @@ def query_gradient_tile(
         v = load_rows(V + kv_head * value_stride_h, columns, value_stride_n, n, HEAD_DIM, BLOCK_D, MASKED)
         logits = tl.dot(queries[x], tl.trans(k), input_precision=PRECISION) * scale - F
         if MASKED:
-            logits = tl.where(attended(rows, columns, starts, n, False), logits, -float("inf"))
+            logits = tl.where(attended(rows, columns, starts, False), logits, -float("inf"))
         P = tl.exp2(logits - lse[x][:, None])
         d_logits = P * (tl.dot(grads[x], tl.trans(v), input_precision=PRECISION) - delta[x][:, None])
         new_dq = new_dq + (tl.dot(d_logits.to(k.dtype), k, dq[x], input_precision=PRECISION),)
@@ -337,7 +334,6 @@ def query_gradient_kernel(
     Starts += batch * n
     carries = Carries + (batch * tl.cdiv(n, BLOCK_M // LINES) + block * LINES) * n
     starts = tl.load(Starts + rows, mask=rows < n, other=0)
-    starts_before = tl.load(Starts + rows - 1, mask=(rows > 0) & (rows <= n), other=0)
     q_before = load_rows(Qs + batch * query_stride_b, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
     queries = ()
     grads = ()
@@ -360,7 +356,7 @@ def query_gradient_kernel(
         for start in range(0, count, BLOCK_N):
             columns = live_columns(Live + at * n, count, start, BLOCK_N)
             dq = query_gradient_tile(
-                Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, starts_before, first,
+                Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, first,
                 scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
                 HEAD_DIM, BLOCK_D, HEADS, True, PRECISION,
             )  # fmt: skip
@@ -370,14 +366,14 @@ def query_gradient_kernel(
         for index in range(0, n_edge):
             columns = edge_tile(index, low, middle, diagonal, BLOCK_N) + tl.arange(0, BLOCK_N)
             dq = query_gradient_tile(
-                Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, starts_before, first,
+                Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, first,
                 scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
                 HEAD_DIM, BLOCK_D, HEADS, True, PRECISION,
             )  # fmt: skip
         for start in range(middle, diagonal, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
             dq = query_gradient_tile(
-                Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, starts_before, first,
+                Ks, K, V, dq, queries, grads, lse, delta, q_before, carries, columns, rows, starts, first,
                 scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
                 HEAD_DIM, BLOCK_D, HEADS, False, PRECISION,
             )  # fmt: skip

@@ -21,21 +21,24 @@ SHARED_MEMORY = {"hopper": 227 * 1024, "ampere": 99 * 1024}  # bytes that one pr
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched: keys in a tile, warps and pipeline stages of a program, query heads it takes."""
+    """How one kernel is launched: keys in a tile, warps and pipeline stages of a program, query heads it takes.
+
+    blocks: whether the tile's queries are a block or a line.
+    """
 
     keys: int
     warps: int
     stages: int
     heads: int = 1
+    blocks: bool = False
 
 
 @dataclass(frozen=True)
 class Tiles:
     """The sizes for one kind of input.
 
-    queries: in a block, the rows of a tile of the forward pass and the gradient of q; lists of live keys belong to
-    blocks. line: rows of the tiles of all other kernels, a divisor of `queries`; carries belong to lines. strip:
-    tiles of keys that one program of the selection gradient takes.
+    queries: in a block. Lists of live keys belong to blocks. line: queries in a line, a divisor of `queries`.
+    Carries, and sums in the backward pass, belong to lines. carry: also for the kernels of the memory term.
     """
 
     queries: int
@@ -45,7 +48,10 @@ class Tiles:
     key_gradient: Launch
     query_gradient: Launch
     selection_gradient: Launch
-    strip: int = 8
+
+    def __post_init__(self) -> None:
+        assert self.forward.blocks
+        assert self.query_gradient.blocks
 
 
 def head_block(head_dim: int) -> int:
@@ -62,15 +68,13 @@ def _add(family: str, width: int, sizes: tuple[int, ...], tiles: Tiles) -> None:
         _TABLE[family, width, size] = tiles
 
 
-_add("ampere", 2, (16, 32, 64), Tiles(64, 32, *[Launch(64, 4, 2)] * 5))
-_add("ampere", 2, (128,), Tiles(64, 32, *[Launch(32, 4, 2)] * 5))
-_add("ampere", 4, (16, 32, 64), Tiles(32, 32, *[Launch(32, 4, 2)] * 5))
-_add("ampere", 4, (128,), Tiles(32, 32, *[Launch(32, 4, 1)] * 5))
-_add("hopper", 2, (16, 32, 64), Tiles(64, 32, *[Launch(64, 4, 2)] * 5))
-_add("hopper", 2, (128,), Tiles(64, 32, *[Launch(64, 4, 2)] * 5))
-_add("hopper", 4, (16, 32, 64), Tiles(32, 32, *[Launch(32, 4, 2)] * 5))
-_add("hopper", 4, (128,), Tiles(32, 32, *[Launch(32, 4, 2)] * 5))
-
+def _test(keys=32,st=2):
+    l=Launch(keys,4,st); b=Launch(keys,4,st,1,True)
+    return Tiles(64,32,l,b,l,b,l)
+for _f in ("ampere","hopper"):
+    _add(_f,2,(16,32,64),_test(64))
+    _add(_f,2,(128,),_test())
+    _add(_f,4,(16,32,64,128),_test())
 
 def family(capability: tuple[int, int]) -> str:
     """The table for a compute capability."""

@@ -28,7 +28,7 @@ from selmodel.attention.kernels.triton_tiles import (
 )
 
 # No variant for a size that is 1 or a multiple of 16: it would gain nothing, and n changes at every step of decoding.
-SIZES = ("n", "h", "kv_group", "scale", "tau")
+SIZES = ("n", "h", "kv_group", "first_row", "n_row_tiles", "n_key_tiles", "selection_head", "selection_kv_head")
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -118,7 +118,7 @@ def live_kernel(
 
 @triton.jit
 def forward_tile(
-    Ks, K, V, state, queries, q_before, carries, columns, rows, starts, starts_before, first,
+    Ks, K, V, state, queries, q_before, carries, columns, rows, starts, first,
     scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def forward_tile(
         carry = tl.load(carries + columns, mask=columns < n, other=0.0)
     else:
         carry = tl.load(carries + columns)
-    F = votes_tile(q_before, k_selection, carry, scale, rows, columns, starts_before, first, MASKED, False, PRECISION)
+    F = votes_tile(q_before, k_selection, carry, scale, rows, columns, starts, first, MASKED, False, PRECISION)
     new_state = ()
     for x in tl.static_range(HEADS):
         acc, largest, total = state[x]
@@ -137,7 +137,7 @@ def forward_tile(
         v = load_rows(V + kv_head * value_stride_h, columns, value_stride_n, n, HEAD_DIM, BLOCK_D, MASKED)
         logits = tl.dot(queries[x], tl.trans(k), input_precision=PRECISION) * scale - F
         if MASKED:
-            logits = tl.where(attended(rows, columns, starts, n, False), logits, -float("inf"))
+            logits = tl.where(attended(rows, columns, starts, False), logits, -float("inf"))
         new_largest = tl.maximum(largest, tl.max(logits, axis=1))
         # A row may have met no key yet; -inf - -inf is NaN.
         reference = tl.where(new_largest == -float("inf"), 0.0, new_largest)
@@ -180,7 +180,6 @@ def forward_kernel(
     carries = Carries + (batch * tl.cdiv(n, BLOCK_M // LINES) + block * LINES) * n
     Ks += batch * key_stride_b
     starts = tl.load(Starts + rows, mask=rows < n, other=0)
-    starts_before = tl.load(Starts + rows - 1, mask=(rows > 0) & (rows <= n), other=0)
     q_before = load_rows(Qs + batch * query_stride_b, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
     queries = ()
     state = ()
@@ -195,7 +194,7 @@ def forward_kernel(
         for start in range(0, count, BLOCK_N):
             columns = live_columns(Live + at * n, count, start, BLOCK_N)
             state = forward_tile(
-                Ks, K, V, state, queries, q_before, carries, columns, rows, starts, starts_before, first,
+                Ks, K, V, state, queries, q_before, carries, columns, rows, starts, first,
                 scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
                 HEAD_DIM, BLOCK_D, HEADS, True, PRECISION,
             )  # fmt: skip
@@ -205,14 +204,14 @@ def forward_kernel(
         for index in range(0, n_edge):
             columns = edge_tile(index, low, middle, diagonal, BLOCK_N) + tl.arange(0, BLOCK_N)
             state = forward_tile(
-                Ks, K, V, state, queries, q_before, carries, columns, rows, starts, starts_before, first,
+                Ks, K, V, state, queries, q_before, carries, columns, rows, starts, first,
                 scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
                 HEAD_DIM, BLOCK_D, HEADS, True, PRECISION,
             )  # fmt: skip
         for start in range(middle, diagonal, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
             state = forward_tile(
-                Ks, K, V, state, queries, q_before, carries, columns, rows, starts, starts_before, first,
+                Ks, K, V, state, queries, q_before, carries, columns, rows, starts, first,
                 scale, n, head, kv_group, key_stride_h, key_stride_n, value_stride_h, value_stride_n,
                 HEAD_DIM, BLOCK_D, HEADS, False, PRECISION,
             )  # fmt: skip
@@ -247,7 +246,6 @@ def memory_kernel(
     Ks += batch * key_stride_b
     Starts += batch * n
     starts = tl.load(Starts + rows, mask=rows < n, other=0)
-    starts_before = tl.load(Starts + rows - 1, mask=(rows > 0) & (rows <= n), other=0)
     q_before = load_rows(Qs + batch * query_stride_b, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
     held = tl.zeros([BLOCK_M], tl.float32)
     if LIVE:
@@ -263,7 +261,7 @@ def memory_kernel(
             columns = start + tl.arange(0, BLOCK_N)
         k = load_rows(Ks, columns, key_stride_n, n, HEAD_DIM, BLOCK_D, True)
         carry = tl.load(carries + columns, mask=columns < n, other=0.0)
-        F = votes_tile(q_before, k, carry, scale, rows, columns, starts_before, first, True, False, PRECISION)
+        F = votes_tile(q_before, k, carry, scale, rows, columns, starts, first, True, False, PRECISION)
         share = tl.where(F > tau, 0.0, 1.0 - F / tau)  # a comparison with NaN is false
-        held += tl.sum(tl.where(attended(rows, columns, starts, n, False), share, 0.0), axis=1)
+        held += tl.sum(tl.where(attended(rows, columns, starts, False), share, 0.0), axis=1)
     tl.store(Memory + batch * n + rows, held, mask=rows < n)

@@ -75,13 +75,13 @@ class _Call:
         """Batch, head and row strides of each tensor [b, h, n, d]."""
         return [x.stride(dim) for x in tensors for dim in (0, 1, 2)]
 
-    def options(self, launch: config.Launch, *, blocks: bool = False) -> dict[str, object]:
-        """The constants and launch options of a kernel over lines of queries, or over blocks and heads of them."""
+    def options(self, launch: config.Launch) -> dict[str, object]:
+        """The constants and launch options of a kernel over lines of queries, or over blocks of them."""
         d = self.q.shape[3]
-        options = {
+        return {
             "HEAD_DIM": d,
             "BLOCK_D": config.head_block(d),
-            "BLOCK_M": self.tiles.queries if blocks else self.tiles.line,
+            "BLOCK_M": self.tiles.queries if launch.blocks else self.tiles.line,
             "BLOCK_N": launch.keys,
             "LINES": self.tiles.queries // self.tiles.line,
             "LIVE": self.thresholds is not None,
@@ -89,9 +89,10 @@ class _Call:
             "num_warps": launch.warps,
             "num_stages": launch.stages,
         }
-        if blocks:
-            options["HEADS"] = math.gcd(launch.heads, self.q.shape[1])
-        return options
+
+    def heads(self, launch: config.Launch) -> int:
+        """Query heads that one program takes: as many as the table says, or a divisor of that."""
+        return math.gcd(launch.heads, self.q.shape[1])
 
 
 def forward(
@@ -109,10 +110,11 @@ def forward(
             call.scale, n, *call.selection_strides, **call.options(carry),
         )  # fmt: skip
         call, _ = _with_live_keys(call)
-        options = call.options(call.tiles.forward, blocks=True)
-        forward_kernel[(b * (h // options["HEADS"]) * call.n_blocks,)](
+        launch = call.tiles.forward
+        heads = call.heads(launch)
+        forward_kernel[(b * (h // heads) * call.n_blocks,)](
             q, k, v, *call.selection, out, lse, carries, call.starts, *call.live,
-            call.scale, n, h, call.group, *call.strides(q, k, v, out), **options,
+            call.scale, n, h, call.group, *call.strides(q, k, v, out), HEADS=heads, **call.options(launch),
         )  # fmt: skip
         if memory_tau is not None:
             memory_kernel[(b * call.n_lines,)](
@@ -173,38 +175,39 @@ def backward(
         _selection_gradient(call, d_out, lse, delta, scaled_d_memory, later, tau, d_qs, d_ks, deterministic)
         d_k[:, selection_head // call.group] = d_ks
 
-        options = call.options(call.tiles.query_gradient, blocks=True)
-        query_gradient_kernel[(b * (h // options["HEADS"]) * call.n_blocks,)](
+        launch = call.tiles.query_gradient
+        heads = call.heads(launch)
+        query_gradient_kernel[(b * (h // heads) * call.n_blocks,)](
             q, k, v, *call.selection, d_out, lse, delta, d_q, d_qs, carries, call.starts, *call.live,
-            call.scale, d**-0.5, n, h, call.group, selection_head, *call.strides(q, k, v, d_out, d_q), **options,
+            call.scale, d**-0.5, n, h, call.group, selection_head, *call.strides(q, k, v, d_out, d_q),
+            HEADS=heads, **call.options(launch),
         )  # fmt: skip
 
 
 def _selection_gradient(call, d_out, lse, delta, d_memory, later, tau, d_qs, d_ks, deterministic) -> None:
     """Add to d_qs and d_ks [b, n, d] what the gradient of F gives the selection head."""
     b, h, n, d = call.q.shape
-    launch, rows = call.tiles.selection_gradient, call.tiles.line
-    strip = call.n_lines * rows if deterministic else call.tiles.strip
-    chunk = max(1, STORED_NUMBERS // (b * n * rows)) if deterministic else call.n_lines
-    for first_line in range(0, call.n_lines, chunk):
-        n_own_lines = min(chunk, call.n_lines - first_line)
-        last_key = min((first_line + n_own_lines) * rows, n)
-        n_strips = triton.cdiv(last_key, strip * launch.keys)
-        shape = (b, n_own_lines * rows, n) if deterministic else (1,)
+    launch, line = call.tiles.selection_gradient, call.tiles.line
+    rows = call.tiles.queries if launch.blocks else line
+    n_parts = triton.cdiv(n, rows)
+    chunk = max(1, STORED_NUMBERS // (b * n * rows)) if deterministic else n_parts
+    for first in range(0, n_parts * rows, chunk * rows):
+        n_row_tiles = min(chunk, n_parts - first // rows)
+        last = min(first + n_row_tiles * rows, n)
+        n_key_tiles = triton.cdiv(last, launch.keys)
+        shape = (b, n_row_tiles * rows, n) if deterministic else (1,)
         d_S = torch.zeros(shape, dtype=torch.float32, device=d_qs.device)
-        selection_gradient_kernel[(b * n_own_lines * n_strips,)](
+        selection_gradient_kernel[(b * n_row_tiles * n_key_tiles,)](
             call.q, call.k, call.v, *call.selection, d_out, lse, delta, d_memory, later, d_qs, d_ks, d_S,
             call.carries, call.starts, *call.live, call.scale, d**-0.5, tau * LOG2_E, n, h, call.group,
-            first_line, n_own_lines, strip, n_strips,
-            *call.strides(call.q, call.k, call.v, d_out), later.stride(0),
-            STORE=deterministic, **call.options(launch),
+            first, n_row_tiles, n_key_tiles, *call.strides(call.q, call.k, call.v, d_out), later.stride(0),
+            TILE_LINES=rows // line, STORE=deterministic, **call.options(launch),
         )  # fmt: skip
         if deterministic:
             q_s, k_s = (x.float() for x in call.selection)
-            own = slice(first_line * rows, last_key)
-            d_S = d_S[:, : last_key - own.start]
-            d_qs[:, own] = d_S @ k_s
-            d_ks += d_S.mT @ q_s[:, own]
+            d_S = d_S[:, : last - first]
+            d_qs[:, first:last] = d_S @ k_s
+            d_ks += d_S.mT @ q_s[:, first:last]
 
 
 def _prepare(q, k, v, starts, thresholds, selection_head, carries) -> _Call:

@@ -76,16 +76,17 @@ def selection_tile(
 
 @triton.jit
 def votes_tile(
-    q_before, k, carry, scale, rows, columns, starts_before, first,
+    q_before, k, carry, scale, rows, columns, starts, first,
     MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """F [query, key], or [key, query] if TRANSPOSED, for the block of queries `rows` that begins at `first`.
 
-    carry [key]: F at the row `first`. q_before and starts_before belong to the rows `rows` - 1: row i of their S is
-    the last vote that F[i] counts, so that an inclusive sum over the tile is F itself. Subtracting S from an
-    inclusive sum would round, and turn infinity into NaN.
+    carry [key]: F at the row `first`. q_before: the queries of `rows` - 1, so that row i of the tile of S is the last
+    vote that F[i] counts, and an inclusive sum over the tile is F itself. Subtracting S from an inclusive sum would
+    round, and turn infinity into NaN. starts: of `rows`, not of the row before. They differ at the first row of a
+    document, for keys of the document before, to which neither this row nor a later one attends.
     """
-    S = selection_tile(q_before, k, scale, rows - 1, columns, starts_before, first, MASKED, TRANSPOSED, PRECISION)
+    S = selection_tile(q_before, k, scale, rows - 1, columns, starts, first, MASKED, TRANSPOSED, PRECISION)
     if TRANSPOSED:
         F = carry[:, None] + tl.cumsum(S, axis=1)
     else:
@@ -94,7 +95,7 @@ def votes_tile(
 
 
 @triton.jit
-def attended(rows, columns, starts, n, TRANSPOSED: tl.constexpr):
+def attended(rows, columns, starts, TRANSPOSED: tl.constexpr):
     """True where query i may attend to key j; false for rows from n on. [query, key] or [key, query]."""
     if TRANSPOSED:
         i = rows[None, :]
@@ -104,7 +105,7 @@ def attended(rows, columns, starts, n, TRANSPOSED: tl.constexpr):
         i = rows[:, None]
         j = columns[None, :]
         start = starts[:, None]
-    return (j <= i) & (j >= start) & (i < n)
+    return (j <= i) & (j >= start)
 
 
 @triton.jit
