@@ -14,6 +14,7 @@ from selmodel.data.caching import write_atomically
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.evaluation.perplexity import ValidationResult
+from selmodel.naming import run_name
 from selmodel.training.checkpoint import LAST, read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.resume import check_identity, load_weights
@@ -64,7 +65,7 @@ def perplexity(cfg: DictConfig, path: Path) -> ValidationResult:
     trainer.validate(module, datamodule=data, verbose=False)
     result = module.validation
     if trainer.is_global_zero:
-        output = Path(cfg.output).expanduser() if cfg.output else path.parent / f"evaluation-{path.stem}.json"
+        output = output_path(cfg, path)
         results = {
             "checkpoint": path.name,
             "step": checkpoint["selmodel"]["step"],
@@ -81,6 +82,20 @@ def perplexity(cfg: DictConfig, path: Path) -> ValidationResult:
         ):
             log.info(line)
     return result
+
+
+def output_path(cfg: DictConfig, checkpoint: Path) -> Path:
+    """``cfg.output``, or a file beside the checkpoint, named by it and by what was asked for that the run has not.
+
+    So an evaluation with other data does not replace that of the run's own.
+    """
+    if cfg.output:
+        return Path(cfg.output).expanduser()
+    changed = {f"data.{name}": cfg.data[name] for name in ("root", "validation_sequences")}
+    changed["precision"] = cfg.precision
+    asked = [f"{name}={value}" for name, value in changed.items() if value is not None]
+    suffix = f"+{run_name(asked)}" if asked else ""
+    return checkpoint.parent / f"evaluation-{checkpoint.stem}{suffix}.json"
 
 
 def load_module(checkpoint: dict, path: Path, cfg: DictConfig) -> tuple[DictConfig, Tokenizer, LanguageModel]:
