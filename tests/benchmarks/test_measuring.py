@@ -1,0 +1,83 @@
+"""What the benchmarks measure with: turns, medians, and memory against a known allocation."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+measuring = pytest.importorskip("measuring")
+
+CPU = torch.device("cpu")
+
+
+def allocate(mib: int):
+    """A call that holds `mib` MiB while it runs, and none after it."""
+    return functools.partial(hold, mib)
+
+
+def hold(mib: int) -> None:
+    torch.ones(mib * 2**18).sum()
+
+
+def fail():
+    raise RuntimeError("it broke")
+
+
+@pytest.mark.parametrize("mib", [32, 200])
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured on Linux")
+def test_peak_memory_of_a_known_allocation(mib):
+    peak = measuring.peak_bytes(allocate, mib, device=CPU) / 2**20
+    assert mib - 1 <= peak <= mib + 8  # pages of the allocator and of the code that runs
+
+
+def test_a_process_that_fails_says_why():
+    with pytest.raises(measuring.Skipped, match="RuntimeError: it broke"):
+        measuring.peak_bytes(lambda_free_failure, device=CPU)
+
+
+def lambda_free_failure():
+    return fail
+
+
+def test_turns_rotate_and_every_contender_runs_alike():
+    order = []
+    calls = {name: functools.partial(order.append, name) for name in "abc"}
+    result = measuring.in_turns(calls, rounds=3, patience=9, device=CPU)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"  # the first is the warm-up
+    assert all(0 <= seconds < 1 for seconds in result.values())
+
+
+def test_what_is_skipped_is_not_called_again(monkeypatch):
+    calls = []
+
+    def unable():
+        calls.append("unable")
+        raise measuring.Skipped("not here")
+
+    def slow():
+        calls.append("slow")
+        clock[0] += 30.0
+
+    clock = [0.0]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    result = measuring.in_turns({"unable": unable, "slow": slow, "fast": lambda: None}, 2, patience=20, device=CPU)
+    assert calls == ["unable", "slow"]
+    assert str(result["unable"]) == "not here"
+    assert "took 30 s, more than --patience 20" in str(result["slow"])
+    assert result["fast"] == 0.0
+
+
+def test_the_median_is_of_the_timed_rounds(monkeypatch):
+    durations = iter([100.0, 1.0, 7.0, 2.0])  # the first is the warm-up
+    clock = [0.0]
+
+    def call():
+        clock[0] += next(durations)
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    assert measuring.in_turns({"a": call}, rounds=3, patience=1000, device=CPU) == {"a": 2.0}
