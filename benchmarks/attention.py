@@ -88,18 +88,19 @@ CONTENDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclasses.dataclass
 class Inputs:
-    """q, k, v of one layer, the gradient of the output, and the share of causal pairs with a live key."""
+    """q, k, v of one layer, and the gradient of the output."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     grad: Tensor
-    live_share: float = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
+    @functools.cached_property
+    def live_share(self) -> float:
+        """The share of causal pairs whose key is live."""
         thresholds = death_thresholds(self.q, self.k, self.v, "auto")
         statistics = selection_statistics(self.q[:, 0], self.k[:, 0], thresholds=thresholds)
-        self.live_share = statistics.live_share.item()
+        return statistics.live_share.item()
 
 
 def random_inputs(b: int, h: int, h_kv: int, n: int, d: int, dtype: torch.dtype, device: torch.device) -> Inputs:

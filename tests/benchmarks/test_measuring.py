@@ -35,6 +35,21 @@ def test_peak_memory_of_a_known_allocation(mib):
     assert mib - 1 <= peak <= mib + 8  # pages of the allocator and of the code that runs
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured on Linux")
+def test_what_was_freed_before_does_not_count_as_there():
+    """In blocks so small that the allocator keeps them when they are freed."""
+    assert 30 <= measuring.peak_bytes(allocate_twice, 32, device=CPU) / 2**20 <= 40
+
+
+def hold_in_pieces(mib: int) -> None:
+    sum(x.sum() for x in [torch.ones(2**14) for _ in range(mib * 16)])
+
+
+def allocate_twice(mib: int):
+    hold_in_pieces(mib)
+    return functools.partial(hold_in_pieces, mib)
+
+
 def test_a_process_that_fails_says_why():
     with pytest.raises(measuring.Skipped, match="RuntimeError: it broke"):
         measuring.peak_bytes(lambda_free_failure, device=CPU)
