@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 
+import measuring
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-measuring = pytest.importorskip("measuring")
 
 CPU = torch.device("cpu")
 
@@ -59,6 +56,16 @@ def lambda_free_failure():
     return fail
 
 
+def add(a: torch.Tensor, b: torch.Tensor):
+    assert a.stride() == (1, 3)  # tensors reach the process as they are laid out
+    assert torch.equal(a + b, torch.full((3, 2), 3.0))
+    return lambda: None
+
+
+def test_tensors_reach_the_process_that_measures():
+    assert measuring.peak_bytes(add, torch.ones(2, 3).T, torch.full((3, 2), 2.0), device=CPU) < 2**23
+
+
 def test_turns_rotate_and_every_contender_runs_alike():
     order = []
     calls = {name: functools.partial(order.append, name) for name in "abc"}
@@ -81,10 +88,45 @@ def test_what_is_skipped_is_not_called_again(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
     result = measuring.in_turns({"unable": unable, "slow": slow, "fast": lambda: None}, 2, patience=20, device=CPU)
-    assert calls == ["unable", "slow"]
+    assert calls == ["unable", "slow", "slow"]  # twice: the first may have compiled
     assert str(result["unable"]) == "not here"
     assert "took 30 s, more than --patience 20" in str(result["slow"])
     assert result["fast"] == 0.0
+
+
+def test_a_first_call_that_compiles_does_not_count(monkeypatch):
+    durations = iter([100.0, 3.0, 4.0, 5.0])  # compiling, warming up, and two rounds
+    clock = [0.0]
+
+    def call():
+        clock[0] += next(durations)
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    assert measuring.in_turns({"a": call}, rounds=2, patience=20, device=CPU) == {"a": 4.5}
+
+
+def test_any_error_is_a_reason_to_skip():
+    with pytest.raises(measuring.Skipped, match=r"^RuntimeError: it broke$"):
+        measuring.guarded(fail)
+    with pytest.raises(measuring.Skipped, match=r"^not here$"):
+        measuring.guarded(not_here)
+
+
+def not_here():
+    raise measuring.Skipped("not here")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpu", "--device gpu: expected cpu, cuda or cuda:N"),
+        ("meta", "--device meta: expected cpu, cuda or cuda:N"),
+        ("cuda:99", "--device cuda:99: this machine has .* CUDA devices; take cpu"),
+    ],
+)
+def test_devices_that_are_not_there_are_named(name, message):
+    with pytest.raises(ValueError, match=message):
+        measuring.usable_device(name)
 
 
 def test_the_median_is_of_the_timed_rounds(monkeypatch):
