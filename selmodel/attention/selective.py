@@ -69,7 +69,7 @@ class SelectiveAttention(Attention):
                 thresholds=death_thresholds(q, k, v, self.live_keys),
             )
         if not torch.compiler.is_compiling():
-            announce(self.kernel)
+            announce(self.kernel, self.live_keys)
         return self.kernel.function(
             q,
             k,

@@ -28,9 +28,9 @@ def test_auto_resolves_once_and_says_what_and_why(caplog):
     assert resolve_kernel("auto", torch.device("cpu")) is kernel
     assert (kernel.name, kernel.function) == ("blockwise", KERNELS["blockwise"])
     with caplog.at_level(logging.INFO, logger="selmodel"):
-        kernels.announce(kernel)
-        kernels.announce(kernel)
-    assert caplog.messages == ["selective attention: blockwise (the fastest on cpu)"]
+        kernels.announce(kernel, 30.0)
+        kernels.announce(kernel, 30.0)
+    assert caplog.messages == ["selective attention: blockwise (the fastest on cpu), live keys 30.0"]
 
 
 @pytest.mark.parametrize(

@@ -178,4 +178,4 @@ def test_says_once_by_which_kernel_it_attends(caplog):
         assert caplog.messages == []
         for layer in layers:
             layer(layer_input())
-    assert caplog.messages == [f"selective attention: {layers[0].kernel.name} ({layers[0].kernel.reason})"]
+    assert caplog.messages == ["selective attention: blockwise (the fastest on cpu), live keys auto"]

@@ -64,9 +64,9 @@ def resolve_kernel(
 
 
 @functools.cache
-def announce(kernel: Kernel) -> None:
-    """Write one log line on what was chosen and why, the first time that the kernel is used."""
-    log.info("selective attention: %s (%s)", kernel.name, kernel.reason)
+def announce(kernel: Kernel, live_keys: str | float) -> None:
+    """Write one log line on what was chosen and why, the first time that the kernel is used so."""
+    log.info("selective attention: %s (%s), live keys %s", kernel.name, kernel.reason, live_keys)
 
 
 @functools.cache
