@@ -18,6 +18,8 @@ Because g comes from sums that the key pass makes on its way, the tiles of the s
 other and need not be taken from the bottom up.
 """
 
+# Triton has no (*tuple, item).
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import triton
@@ -146,11 +148,11 @@ def key_gradient_kernel(
             first = line * BLOCK_M
             rows = first + tl.arange(0, BLOCK_M)
             starts = tl.load(Starts + rows, mask=rows < n, other=0)
-            carry = tl.load(carries + tl.cast(line, tl.int64) * n, mask=columns < n, other=0.0)
+            # A tile goes on as long as one of its keys lives: for others, F is infinite, and the weight 0.
+            alive = (line < stops * LINES) if LIVE else (columns < n)
+            carry = tl.load(carries + tl.cast(line, tl.int64) * n, mask=alive, other=float("inf"))
             q_before = load_rows(Qs, rows - 1, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
-            F = votes_tile(
-                q_before, k_selection, carry, scale, rows, columns, starts, first, True, True, PRECISION
-            )
+            F = votes_tile(q_before, k_selection, carry, scale, rows, columns, starts, first, True, True, PRECISION)
             lse = tl.load(Lse + (batch * h + head) * n + rows, mask=rows < n, other=float("inf"))
             delta = tl.load(Delta + (batch * h + head) * n + rows, mask=rows < n, other=0.0)
             q = load_rows(queries, rows, query_stride_n, n, HEAD_DIM, BLOCK_D, True)

@@ -1,9 +1,9 @@
 """Tile sizes of the Triton kernels, and where they can run. Imports no triton.
 
-The tables hold what compiles for every variant of a kernel without spilling registers and fits in shared memory;
-tests/attention/test_triton_compile.py asserts it. Two tables: one for compute capability 9.0 (H100, H200), whose
-matrix instructions read shared memory, so that registers are left for a second head; one for all others from 8.0 on,
-kept within the 99 KiB of shared memory that the smaller of these have.
+The table holds sizes with which every variant of a kernel fits in shared memory and, but for float32, spills no
+register; tests/attention/test_triton_compile.py asserts it. It has two families: compute capability 9.0 (H100, H200),
+whose matrix instructions read shared memory, so that registers are left for more; and all others from 8.0 on, kept
+within the 99 KiB of shared memory that the smaller of these have.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Tiles:
 
     queries: in a block. Lists of live keys belong to blocks. line: queries in a line, a divisor of `queries`.
     Carries, and sums in the backward pass, belong to lines. carry: also for the kernels of the memory term.
+    forward_single: in place of `forward`, if that takes two heads and the number of heads is odd.
     """
 
     queries: int
@@ -48,18 +49,17 @@ class Tiles:
     key_gradient: Launch
     query_gradient: Launch
     selection_gradient: Launch
-
-    def __post_init__(self) -> None:
-        assert self.forward.blocks
-        assert self.query_gradient.blocks
+    forward_single: Launch | None = None
 
 
 def head_block(head_dim: int) -> int:
-    """The power of two, at least 16, to which a head is padded."""
+    """The power of two, at least 16, that a tile has for a head's features."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# (family, bytes of a number, padded head size) -> sizes
+# (family, bytes of a number, padded head size) -> sizes. Chosen by what compiles, since no GPU was at hand: largest
+# tiles first, two heads where both fit. On a GPU, the first to try: forward with Launch(64, 4, 3, blocks=True), which
+# has twice the keys and one head, on 9.0.
 _TABLE: dict[tuple[str, int, int], Tiles] = {}
 
 
@@ -68,13 +68,94 @@ def _add(family: str, width: int, sizes: tuple[int, ...], tiles: Tiles) -> None:
         _TABLE[family, width, size] = tiles
 
 
-def _test(keys=32,st=2):
-    l=Launch(keys,4,st); b=Launch(keys,4,st,1,True)
-    return Tiles(64,32,l,b,l,b,l)
-for _f in ("ampere","hopper"):
-    _add(_f,2,(16,32,64),_test(64))
-    _add(_f,2,(128,),_test())
-    _add(_f,4,(16,32,64,128),_test())
+_add(
+    "ampere",
+    2,
+    (16, 32, 64),
+    Tiles(
+        queries=64,
+        line=16,
+        carry=Launch(64, 4, 3),
+        forward=Launch(32, 4, 2, heads=2, blocks=True),
+        key_gradient=Launch(128, 8, 3),
+        query_gradient=Launch(32, 4, 3, blocks=True),
+        selection_gradient=Launch(64, 4, 3),
+        forward_single=Launch(64, 4, 2, blocks=True),
+    ),
+)
+_add(
+    "ampere",
+    2,
+    (128,),
+    Tiles(
+        queries=64,
+        line=32,
+        carry=Launch(64, 4, 3),
+        forward=Launch(32, 4, 3, blocks=True),
+        key_gradient=Launch(32, 4, 2),
+        query_gradient=Launch(32, 4, 2, blocks=True),
+        selection_gradient=Launch(16, 4, 2),
+    ),
+)
+_add(
+    "hopper",
+    2,
+    (16, 32, 64),
+    Tiles(
+        queries=64,
+        line=32,
+        carry=Launch(64, 4, 3),
+        forward=Launch(32, 4, 3, heads=2, blocks=True),
+        key_gradient=Launch(128, 8, 3),
+        query_gradient=Launch(32, 4, 3, heads=2, blocks=True),
+        selection_gradient=Launch(64, 8, 3, blocks=True),
+    ),
+)
+_add(
+    "hopper",
+    2,
+    (128,),
+    Tiles(
+        queries=64,
+        line=16,
+        carry=Launch(64, 4, 3),
+        forward=Launch(64, 4, 3, blocks=True),
+        key_gradient=Launch(128, 8, 3),
+        query_gradient=Launch(32, 4, 3, blocks=True),
+        selection_gradient=Launch(128, 8, 2),
+    ),
+)
+# float32 is for checks, not for speed: it spills registers, a few bytes up to 64 features and up to 816 above.
+for _family in ("ampere", "hopper"):
+    _add(
+        _family,
+        4,
+        (16, 32, 64),
+        Tiles(
+            queries=32,
+            line=16,
+            carry=Launch(32, 4, 2),
+            forward=Launch(32, 4, 2, blocks=True),
+            key_gradient=Launch(32, 4, 1 if _family == "ampere" else 2),
+            query_gradient=Launch(32, 4, 2, heads=2, blocks=True),
+            selection_gradient=Launch(32, 4 if _family == "ampere" else 8, 1),
+        ),
+    )
+    _add(
+        _family,
+        4,
+        (128,),
+        Tiles(
+            queries=32,
+            line=16,
+            carry=Launch(32, 4, 2),
+            forward=Launch(32, 4, 2, blocks=True),
+            key_gradient=Launch(32 if _family == "ampere" else 16, 4, 2),
+            query_gradient=Launch(16, 4, 2, blocks=True),
+            selection_gradient=Launch(16, 4, 2),
+        ),
+    )
+
 
 def family(capability: tuple[int, int]) -> str:
     """The table for a compute capability."""
@@ -95,13 +176,13 @@ def tiles_for(q: torch.Tensor) -> Tiles:
 def precision(dtype: torch.dtype) -> str:
     """How products of float32 are computed, for `tl.dot`.
 
-    TF32 where the user allows it for matrix products (`torch.set_float32_matmul_precision`). Otherwise three TF32
-    products that together are as exact as float32, several times faster than float32 multiplications outside the
-    tensor cores. Selection logits are not treated better than others: eager's own would be TF32 too.
+    TF32 where the user allows it for matrix products (`torch.set_float32_matmul_precision`), else float32 outside the
+    tensor cores: slow, and exact. (Three TF32 products in place of one, "tf32x3", spill registers in every tile
+    tried.) The logits of the selection head are not treated better than others: eager's own would be TF32 too.
     """
     if dtype != torch.float32:
         return "tf32"  # has no effect
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def interpreted() -> bool:

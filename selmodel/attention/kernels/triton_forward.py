@@ -11,6 +11,8 @@ wherever they are needed, which costs one matrix product and a cumulative sum. F
 blocks, all else on lines, whose tiles leave room in the registers for what else those kernels hold.
 """
 
+# Triton has no (*tuple, item).
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import triton
@@ -40,9 +42,9 @@ def carry_kernel(
 ):  # fmt: skip
     """Carries [b, lines, n] of the keys up to each line's last row; what is later stays unwritten.
 
-    Qs, Ks: queries and keys of the selection head. With LIVE, a key whose carry has reached Thresholds [b, n] at the
-    first line of a block gets no more votes, and the program stops looking once all its keys are dead. Grid: b *
-    tiles of keys.
+    Qs, Ks: queries and keys of the selection head. With LIVE, a key is dead once its carry has reached
+    Thresholds [b, n] at the first line of a block; what it gets later does not matter, and a program stops counting
+    once all its keys are dead. Grid: b * tiles of keys.
     """
     n_lines = tl.cdiv(n, BLOCK_M)
     n_tiles = tl.cdiv(n, BLOCK_N)
@@ -58,7 +60,6 @@ def carry_kernel(
     line = first_key // (BLOCK_M * LINES) * LINES
     if LIVE:
         threshold = tl.load(Thresholds + batch * n + columns, mask=in_range, other=0.0)
-        alive = in_range
         any_alive = 1
         while (line < n_lines) & (any_alive > 0):
             if line % LINES == 0:
@@ -70,7 +71,7 @@ def carry_kernel(
                 starts = tl.load(Starts + rows, mask=rows < n, other=0)
                 q = load_rows(Qs, rows, query_stride_n, n, HEAD_DIM, BLOCK_D, True)
                 S = selection_tile(q, k, scale, rows, columns, starts, 0, True, True, PRECISION)
-                carry += tl.where(alive, tl.sum(S, axis=1), 0.0)
+                carry += tl.sum(S, axis=1)
                 line += 1
         for later in range(line, n_lines):
             tl.store(carries + tl.cast(later, tl.int64) * n, carry, mask=in_range)
@@ -160,8 +161,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Out [b, h, n, d] and Lse [b, h, n], the logarithm to base 2 of the normaliser.
 
-    Qs, Ks: queries and keys of the selection head. A program takes a block of queries of HEADS heads side by side, which share the tiles of F. With LIVE, its keys
-    are those of the block's list. Grid: b * (h / HEADS) * blocks, the longest rows of each head first.
+    Qs, Ks: queries and keys of the selection head. A program takes a block of queries of HEADS heads side by side,
+    which share the tiles of F. With LIVE, its keys are those of the block's list. Grid: b * (h / HEADS) * blocks, the
+    longest rows of each head first.
     """
     n_blocks = tl.cdiv(n, BLOCK_M)
     block = n_blocks - 1 - tl.program_id(0) % n_blocks
@@ -232,8 +234,8 @@ def memory_kernel(
 ):  # fmt: skip
     """Memory [b, n]: M[i] = sum over the keys j <= i of i's document of 1 - min(F[i,j], tau) / tau.
 
-    Qs, Ks: queries and keys of the selection head; tau in units of ln 2. A dead key's F is at least tau, so the lists of live keys
-    hold every key that counts. Grid: b * lines.
+    Qs, Ks: queries and keys of the selection head; tau in units of ln 2. A dead key's F is at least tau, so the lists
+    of live keys hold every key that counts. Grid: b * lines.
     """
     n_lines = tl.cdiv(n, BLOCK_M)
     line = n_lines - 1 - tl.program_id(0) % n_lines

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from selmodel.attention.kernels import triton_config as config
 from selmodel.attention.kernels.triton_backward import (
@@ -26,14 +27,17 @@ LOG2_E = math.log2(math.e)
 # Columns that a program of a kernel over [b, blocks, n] takes at once; its warps are enough for them.
 COLUMNS = 256
 
+# Rows of fewer features, or of a number that this does not divide, would be loaded number by number.
+ALIGNED_FEATURES = 16
+
 # Numbers of dS that the deterministic backward pass holds at once (256 MiB); it takes the queries in chunks.
 STORED_NUMBERS = 2**26
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What every kernel of a call needs. q, k, v, d_out: last dimension contiguous. live: lists of live keys, or
-    placeholders of the same types."""
+    """What every kernel of a call needs. q, k, v: ready to be read, see `_readable`. live: lists of live keys, or
+    placeholders of the same types. d_scale: 1 / sqrt(d)."""
 
     q: Tensor
     k: Tensor
@@ -44,6 +48,7 @@ class _Call:
     live: tuple[Tensor, Tensor]  # [b, blocks, n], [b, blocks] int32
     tiles: config.Tiles
     selection_head: int
+    d_scale: float
 
     @property
     def n_blocks(self) -> int:
@@ -59,7 +64,7 @@ class _Call:
 
     @property
     def scale(self) -> float:
-        return LOG2_E * self.q.shape[3] ** -0.5
+        return LOG2_E * self.d_scale
 
     @property
     def selection(self) -> tuple[Tensor, Tensor]:
@@ -103,7 +108,7 @@ def forward(
     b, h, n, d = q.shape
     with _on(q.device):
         call = _prepare(q, k, v, starts, thresholds, selection_head, carries)
-        q, k, v = call.q, call.k, call.v
+        q, k, v, wide_out = call.q, call.k, call.v, _padded(out)
         carry = call.tiles.carry
         carry_kernel[(b * triton.cdiv(n, carry.keys),)](
             *call.selection, carries, call.starts, _or_placeholder(call.thresholds, carries),
@@ -111,11 +116,14 @@ def forward(
         )  # fmt: skip
         call, _ = _with_live_keys(call)
         launch = call.tiles.forward
+        if call.tiles.forward_single is not None and call.heads(launch) == 1:
+            launch = call.tiles.forward_single
         heads = call.heads(launch)
         forward_kernel[(b * (h // heads) * call.n_blocks,)](
-            q, k, v, *call.selection, out, lse, carries, call.starts, *call.live,
-            call.scale, n, h, call.group, *call.strides(q, k, v, out), HEADS=heads, **call.options(launch),
+            q, k, v, *call.selection, wide_out, lse, carries, call.starts, *call.live,
+            call.scale, n, h, call.group, *call.strides(q, k, v, wide_out), HEADS=heads, **call.options(launch),
         )  # fmt: skip
+        _unpad(wide_out, out)
         if memory_tau is not None:
             memory_kernel[(b * call.n_lines,)](
                 *call.selection, memory, carries, call.starts, *call.live,
@@ -134,12 +142,14 @@ def backward(
     heads keep their sums apart, and dS of the selection is stored, a chunk of queries at a time, and multiplied by
     the library.
     """
-    b, h, n, d = q.shape
+    b, h, n, _ = q.shape
     h_kv = k.shape[1]
     deterministic = torch.are_deterministic_algorithms_enabled()
     with _on(q.device):
         call, stops = _with_live_keys(_prepare(q, k, v, starts, thresholds, selection_head, carries))
-        q, k, v, d_out = call.q, call.k, call.v, _contiguous_rows(d_out)
+        q, k, v, out, d_out = call.q, call.k, call.v, _readable(out), _readable(d_out)
+        wide_q, wide_k, wide_v = (_padded(x) for x in (d_q, d_k, d_v))
+        d = q.shape[3]
         tau = 1.0 if memory_tau is None else memory_tau
         delta = torch.empty_like(lse)
         delta_kernel[(b * h * call.n_blocks,)](
@@ -162,9 +172,9 @@ def backward(
         d_ks = torch.empty_like(d_qs)
         launch = call.tiles.key_gradient
         key_gradient_kernel[(b * h_kv * triton.cdiv(n, launch.keys),)](
-            q, k, v, *call.selection, d_out, lse, delta, d_k, d_v, d_ks, sums, carries, call.starts, stops,
-            _order(call, stops), call.scale, d**-0.5, n, h, call.group, selection_head // call.group,
-            *call.strides(q, k, v, d_out, d_k), sums.stride(0), sums.stride(1) if slots > 1 else 0,
+            q, k, v, *call.selection, d_out, lse, delta, wide_k, wide_v, d_ks, sums, carries, call.starts, stops,
+            _order(call, stops), call.scale, call.d_scale, n, h, call.group, selection_head // call.group,
+            *call.strides(q, k, v, d_out, wide_k), sums.stride(0), sums.stride(1) if slots > 1 else 0,
             **call.options(launch),
         )  # fmt: skip
 
@@ -173,15 +183,17 @@ def backward(
             later, n, later.stride(0), BLOCK_M=call.tiles.line, BLOCK_N=COLUMNS
         )
         _selection_gradient(call, d_out, lse, delta, scaled_d_memory, later, tau, d_qs, d_ks, deterministic)
-        d_k[:, selection_head // call.group] = d_ks
+        wide_k[:, selection_head // call.group] = d_ks
 
         launch = call.tiles.query_gradient
         heads = call.heads(launch)
         query_gradient_kernel[(b * (h // heads) * call.n_blocks,)](
-            q, k, v, *call.selection, d_out, lse, delta, d_q, d_qs, carries, call.starts, *call.live,
-            call.scale, d**-0.5, n, h, call.group, selection_head, *call.strides(q, k, v, d_out, d_q),
+            q, k, v, *call.selection, d_out, lse, delta, wide_q, d_qs, carries, call.starts, *call.live,
+            call.scale, call.d_scale, n, h, call.group, selection_head, *call.strides(q, k, v, d_out, wide_q),
             HEADS=heads, **call.options(launch),
         )  # fmt: skip
+        for wide, grad in ((wide_q, d_q), (wide_k, d_k), (wide_v, d_v)):
+            _unpad(wide, grad)
 
 
 def _selection_gradient(call, d_out, lse, delta, d_memory, later, tau, d_qs, d_ks, deterministic) -> None:
@@ -199,7 +211,7 @@ def _selection_gradient(call, d_out, lse, delta, d_memory, later, tau, d_qs, d_k
         d_S = torch.zeros(shape, dtype=torch.float32, device=d_qs.device)
         selection_gradient_kernel[(b * n_row_tiles * n_key_tiles,)](
             call.q, call.k, call.v, *call.selection, d_out, lse, delta, d_memory, later, d_qs, d_ks, d_S,
-            call.carries, call.starts, *call.live, call.scale, d**-0.5, tau * LOG2_E, n, h, call.group,
+            call.carries, call.starts, *call.live, call.scale, call.d_scale, tau * LOG2_E, n, h, call.group,
             first, n_row_tiles, n_key_tiles, *call.strides(call.q, call.k, call.v, d_out), later.stride(0),
             TILE_LINES=rows // line, STORE=deterministic, **call.options(launch),
         )  # fmt: skip
@@ -216,9 +228,9 @@ def _prepare(q, k, v, starts, thresholds, selection_head, carries) -> _Call:
         starts = torch.zeros(b, n, dtype=torch.int32, device=q.device)
     if thresholds is not None:
         thresholds = (thresholds * LOG2_E).contiguous()
-    q, k, v = (_contiguous_rows(x) for x in (q, k, v))
-    live = (starts, starts)
-    return _Call(q, k, v, starts, carries, thresholds, live, config.tiles_for(q), selection_head)
+    tiles = config.tiles_for(q)
+    q, k, v = (_readable(x) for x in (q, k, v))
+    return _Call(q, k, v, starts, carries, thresholds, (starts, starts), tiles, selection_head, d**-0.5)
 
 
 def _with_live_keys(call: _Call) -> tuple[_Call, Tensor]:
@@ -261,10 +273,27 @@ def _or_placeholder(x: Tensor | None, placeholder: Tensor) -> Tensor:
     return placeholder if x is None else x
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """x itself if its last dimension is contiguous and offsets within a head fit in 32 bits, else a copy."""
+def _readable(x: Tensor) -> Tensor:
+    """x [b, h, n, d] itself if kernels can read it well in place, else a copy, with zeros for missing features.
+
+    In place: the last dimension is contiguous, heads have aligned features, and offsets in a head fit in 32 bits.
+    """
+    x = functional.pad(x, (0, -x.shape[3] % ALIGNED_FEATURES)) if x.shape[3] % ALIGNED_FEATURES else x
     fits = x.stride(2) * x.shape[2] < 2**31
     return x if x.stride(3) == 1 and fits else x.contiguous()
+
+
+def _padded(x: Tensor) -> Tensor:
+    """x [b, h, n, d], to be written, if its heads have aligned features, else a larger tensor of its layout."""
+    b, h, n, d = x.shape
+    missing = -d % ALIGNED_FEATURES
+    return x if missing == 0 else x.new_empty(b, n, h, d + missing).transpose(1, 2)
+
+
+def _unpad(wide: Tensor, x: Tensor) -> None:
+    """Copy to x what kernels wrote to wide = _padded(x)."""
+    if wide is not x:
+        x.copy_(wide[..., : x.shape[3]])
 
 
 def _on(device: torch.device):

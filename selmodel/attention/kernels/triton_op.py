@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selmodel.attention.kernels import triton_config
 from selmodel.attention.kernels.inputs import check_inputs
-from selmodel.attention.kernels.triton_config import MAX_HEAD_DIM, availability, tiles_for
+from selmodel.attention.kernels.triton_config import MAX_HEAD_DIM, availability
 from selmodel.attention.live import death_thresholds
 from selmodel.attention.selection import document_starts
 
@@ -31,7 +32,7 @@ def selective_attention(
 
     Logits, F, softmax and gradients are accumulated in float32; out has the type of q, in memory [b, n, h, d].
     Inputs are read in place if their last dimension is contiguous. Beside inputs and outputs it holds
-    4 * b * n * n / 32 bytes of F at every 32nd query (twice in the backward pass), and half of that with live keys.
+    4 * b * n * n / 16 bytes, or half of that: F at every 16th or 32nd query. Twice that in the backward pass.
 
     Raises ValueError for float64, heads of more than 128 features, and devices on which Triton cannot run.
     """
@@ -92,11 +93,11 @@ def _(q, k, v, starts, thresholds, selection_head, memory_tau):
 
 def _forward_outputs(q: Tensor, memory_tau: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, h, n, d = q.shape
-    n_lines = -(-n // tiles_for(q).line)
+    n_lines = -(-n // triton_config.tiles_for(q).line)
     return (
         _empty_like(q),
         q.new_empty(b, h, n, dtype=torch.float32),
-        q.new_empty(b, n_lines, n, dtype=torch.float32),
+        q.new_zeros(b, n_lines, n, dtype=torch.float32),  # what no kernel writes, none reads; but it is an output
         q.new_empty((b, n) if memory_tau is not None else (0,), dtype=torch.float32),
     )
 

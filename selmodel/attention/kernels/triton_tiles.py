@@ -42,10 +42,10 @@ def load_rows(base, rows, stride, n, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def store_rows(base, rows, stride, n, values, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store values [len(rows), BLOCK_D] in the rows of one head, in the type of `base`."""
+    """Store values [len(rows), BLOCK_D] in the rows of one head, in the type of `base`. Offsets have 64 bits."""
     features = tl.arange(0, BLOCK_D)
     mask = (rows < n)[:, None] & (features < HEAD_DIM)[None, :]
-    pointers = base + (rows * stride)[:, None] + features[None, :]
+    pointers = base + (rows.to(tl.int64) * stride)[:, None] + features[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
 
 
