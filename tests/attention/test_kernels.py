@@ -36,7 +36,7 @@ def test_auto_resolves_once_and_says_what_and_why(caplog):
 @pytest.mark.parametrize(
     ("missing", "inputs", "name", "reason"),
     [
-        (None, {}, "triton", "fused, the fastest on cuda"),
+        (None, {}, "triton", "fused, for CUDA devices"),
         (None, {"dtype": torch.bfloat16, "head_dim": 128}, "triton", "fused"),
         (None, {"dtype": torch.float64, "head_dim": 64}, "blockwise", "without the fused triton kernel: .*float64"),
         (None, {"dtype": torch.bfloat16, "head_dim": 256}, "blockwise", "without the fused triton kernel: .*256"),

@@ -102,5 +102,7 @@ def test_rows_are_copied_only_if_they_must_be():
     assert padded.shape == (2, 3, 5, 32)
     assert padded[..., 20:].abs().max() == 0
     assert _readable(x.transpose(2, 3)[..., :5].transpose(2, 3)).stride(3) == 1
-    far = torch.zeros(1).expand(1, 1, 2**21, 16).as_strided((1, 1, 2**21, 16), (1, 1, 0, 0))
-    assert far.stride(3) != 1  # never read
+    far = torch.empty_strided((1, 1, 2**21, 16), (2**31, 2**31, 2**10, 1), device="meta")
+    assert _readable(far).stride(2) == 16  # offsets beyond 32 bits
+    near = torch.empty_strided((1, 1, 2**21, 16), (2**31, 2**31, 2**9, 1), device="meta")
+    assert _readable(near) is near

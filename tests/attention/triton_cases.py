@@ -169,7 +169,7 @@ def test_one_position(device, tau, live_keys):
     assert tau is None or actual["memory"].tolist() == [[1.0], [1.0]]
 
 
-def test_strided_inputs_are_read_in_place(device, monkeypatch):
+def test_strided_inputs(device):
     """As projections give them, a gradient of expanded ones, and a last dimension that is not contiguous."""
     qkv, grads, _ = problem(device, h=4, h_kv=2, n=37)
     expected = differentiate(eager, double(qkv), [torch.ones_like(grads[0])])

@@ -87,7 +87,7 @@ def _best(device_type: str, dtype: torch.dtype | None, head_dim: int | None) -> 
         return "blockwise", f"the fastest on {device_type}"
     missing = _triton_lacks(device_type, dtype, head_dim)
     if missing is None:
-        return "triton", "fused, the fastest on cuda"
+        return "triton", "fused, for CUDA devices"
     return "blockwise", f"on cuda without the fused triton kernel: {missing}"
 
 
