@@ -45,9 +45,44 @@ def test_auto_resolves_once_and_says_what_and_why(caplog):
 )
 def test_auto_on_cuda(monkeypatch, missing, inputs, name, reason):
     monkeypatch.setattr(triton_op, "availability", lambda device_type: missing)
+    monkeypatch.setattr(kernels, "_disagreement", lambda: None)
     kernel = resolve_kernel("auto", "cuda:1", **inputs)
     assert kernel.name == name
     assert re.search(reason, kernel.reason)
+
+
+def test_fused_kernels_that_fail_on_this_gpu_are_not_chosen_unasked(monkeypatch):
+    monkeypatch.setattr(triton_op, "availability", lambda device_type: None)
+    monkeypatch.setattr(kernels, "_disagreement", lambda: "here its dq differs from that of another kernel by 40%")
+    kernel = resolve_kernel("auto", "cuda")
+    assert kernel.name == "blockwise"
+    assert kernel.reason.endswith(
+        "without the fused triton kernel: here its dq differs from that of another kernel by 40%"
+    )
+    assert resolve_kernel("triton", "cuda").name == "triton"
+
+
+@pytest.mark.parametrize("fault", ["none", "wrong gradient", "NaN", "raises"])
+def test_what_the_fused_kernels_are_checked_for(monkeypatch, fault):
+    """With the blockwise kernel in the place of the fused ones."""
+
+    def fused(q, k, v, live_keys):
+        if fault == "raises":
+            raise RuntimeError("out of resource: shared memory")
+        out, memory = KERNELS["blockwise"](q, k, v, live_keys=live_keys)
+        if fault == "wrong gradient" and live_keys == "auto":
+            out = out.detach() + 0.9 * (out - out.detach())
+        return (out * float("nan") if fault == "NaN" else out), memory
+
+    monkeypatch.setattr(triton_op, "selective_attention", fused)
+    found = triton_op.disagreement(KERNELS["blockwise"], "cpu")
+    expected = {
+        "none": None,
+        "wrong gradient": "here its dq differs from that of another kernel by 10%",
+        "NaN": "here its out differs from that of another kernel by nan%",
+        "raises": "it fails here: RuntimeError: out of resource: shared memory",
+    }[fault]
+    assert found == expected
 
 
 def test_an_impossible_choice_says_what_is_missing(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from selmodel.attention.kernels import triton_config, triton_op
+from selmodel.attention.kernels import blockwise, triton_config, triton_op
 from selmodel.attention.kernels.eager import selective_attention as eager
 from selmodel.attention.kernels.triton_config import Launch, Tiles
 from selmodel.attention.kernels.triton_op import selective_attention
@@ -401,3 +401,8 @@ def test_autocast_changes_nothing(device):
     with torch.autocast(device, torch.bfloat16):
         out, _ = selective_attention(q, k, v)
     assert torch.equal(out, expected)
+
+
+def test_agrees_where_it_is_checked_before_use(device, true_bfloat16):
+    """The check that precedes an automatic choice passes for kernels that are right."""
+    assert triton_op.disagreement(blockwise.selective_attention, device) is None

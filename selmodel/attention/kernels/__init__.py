@@ -85,10 +85,17 @@ def _best(device_type: str, dtype: torch.dtype | None, head_dim: int | None) -> 
     """The kernel that "auto" takes on a kind of device, and why."""
     if device_type != "cuda":
         return "blockwise", f"the fastest on {device_type}"
-    missing = _triton_lacks(device_type, dtype, head_dim)
+    missing = _triton_lacks(device_type, dtype, head_dim) or _disagreement()
     if missing is None:
         return "triton", "fused, for CUDA devices"
     return "blockwise", f"on cuda without the fused triton kernel: {missing}"
+
+
+@functools.cache
+def _disagreement() -> str | None:
+    """The fused kernels have to prove themselves on the GPU at hand before they are chosen unasked."""
+    log.info("checking the fused kernels of selective attention on this GPU against another one, once")
+    return triton_op.disagreement(blockwise.selective_attention, "cuda")
 
 
 def _triton_lacks(device_type: str, dtype: torch.dtype | None, head_dim: int | None) -> str | None:

@@ -6,6 +6,8 @@ activation checkpointing and DDP see each as one opaque operator. Importing this
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,33 @@ def unsupported(dtype: torch.dtype | None, head_dim: int | None) -> str | None:
         return "it computes in float32, and the inputs are float64"
     if head_dim is not None and head_dim > MAX_HEAD_DIM:
         return f"its heads have at most {MAX_HEAD_DIM} features, and the inputs {head_dim}"
+    return None
+
+
+def disagreement(reference: Callable[..., tuple[Tensor, Tensor | None]], device: torch.device | str) -> str | None:
+    """None if on this device the kernels compute what `reference`, another kernel, computes; else what is wrong.
+
+    Outputs and gradients of one small input, with live keys and without. Takes as long as compiling the kernels does.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 150, 64, generator=generator).to(device, torch.bfloat16) for _ in range(4))
+
+    def results(function, live_keys):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, _ = function(*inputs, live_keys=live_keys)
+        return (out, *torch.autograd.grad(out, inputs, grad))
+
+    try:
+        with torch.enable_grad(), torch.autocast(torch.device(device).type, enabled=False):
+            expected = results(reference, "off")
+            for live_keys in ("off", "auto"):
+                pairs = zip(("out", "dq", "dk", "dv"), results(selective_attention, live_keys), expected, strict=True)
+                for name, x, y in pairs:
+                    error = ((x.float() - y.float()).norm() / y.float().norm()).item()
+                    if not error < 0.02:  # bfloat16 rounds to 0.004; a NaN fails too
+                        return f"here its {name} differs from that of another kernel by {error:.0%}"
+    except Exception as error:
+        return f"it fails here: {type(error).__name__}: {str(error).strip()[:200]}"
     return None
 
 
