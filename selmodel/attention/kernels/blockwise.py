@@ -33,8 +33,8 @@ import math
 import torch
 from torch import Tensor
 
-from selmodel.attention.kernels.blockwise_tiles import LOG2_E, Problem, empty_like, view_of
-from selmodel.attention.kernels.inputs import check_inputs
+from selmodel.attention.kernels.blockwise_tiles import Problem, view_of
+from selmodel.attention.kernels.common import LOG2_E, check_inputs, empty_like
 from selmodel.attention.live import death_thresholds
 from selmodel.attention.selection import accumulation_dtype
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from selmodel.attention.kernels.common import LOG2_E
 from selmodel.attention.selection import accumulation_dtype, document_starts
-
-LOG2_E = math.log2(math.e)
 
 # On a CPU so many sequences are taken together that a tile has about this many numbers: few steps where tiles are
 # small, and two tiles (weights, and gradients of the logits) stay in cache.
@@ -254,9 +253,3 @@ class Problem:
 def view_of(work: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A contiguous tensor of that shape at the start of the workspace."""
     return work[: math.prod(shape)].view(shape)
-
-
-def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[b, h, n, d] in memory [b, n, h, d], as the projections before and after attention have it."""
-    b, h, n, d = x.shape
-    return x.new_empty(b, n, h, d, dtype=dtype).transpose(1, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selmodel.attention.kernels.inputs import check_inputs
+from selmodel.attention.kernels.common import check_inputs
 from selmodel.attention.live import check_live_keys
 from selmodel.attention.selection import (
     accumulate,

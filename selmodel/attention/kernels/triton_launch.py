@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selmodel.attention.kernels import triton_config as config
+from selmodel.attention.kernels.common import LOG2_E
 from selmodel.attention.kernels.triton_backward import (
     delta_kernel,
     key_gradient_kernel,
@@ -21,8 +22,6 @@ from selmodel.attention.kernels.triton_backward import (
     selection_gradient_kernel,
 )
 from selmodel.attention.kernels.triton_forward import carry_kernel, forward_kernel, live_kernel, memory_kernel
-
-LOG2_E = math.log2(math.e)
 
 # Columns that a program of a kernel over [b, blocks, n] takes at once; its warps are enough for them.
 COLUMNS = 256

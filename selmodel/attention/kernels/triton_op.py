@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selmodel.attention.kernels import triton_config
-from selmodel.attention.kernels.inputs import check_inputs
+from selmodel.attention.kernels.common import check_inputs, empty_like
 from selmodel.attention.kernels.triton_config import MAX_HEAD_DIM, availability
 from selmodel.attention.live import death_thresholds
 from selmodel.attention.selection import document_starts
@@ -124,7 +124,7 @@ def _forward_outputs(q: Tensor, memory_tau: float | None) -> tuple[Tensor, Tenso
     b, h, n, d = q.shape
     n_lines = -(-n // triton_config.tiles_for(q).line)
     return (
-        _empty_like(q),
+        empty_like(q),
         q.new_empty(b, h, n, dtype=torch.float32),
         q.new_zeros(b, n_lines, n, dtype=torch.float32),  # what no kernel writes, none reads; but it is an output
         q.new_empty((b, n) if memory_tau is not None else (0,), dtype=torch.float32),
@@ -149,7 +149,7 @@ def triton_backward(
     """The gradients of q, k and v, each in its type and in memory [b, n, heads, d]."""
     from selmodel.attention.kernels import triton_launch
 
-    grads = _empty_like(q), _empty_like(k), _empty_like(v)
+    grads = empty_like(q), empty_like(k), empty_like(v)
     triton_launch.backward(
         d_out, d_memory, q, k, v, out, lse, carries, starts, thresholds, selection_head, memory_tau, *grads
     )
@@ -158,13 +158,7 @@ def triton_backward(
 
 @triton_backward.register_fake
 def _(d_out, d_memory, q, k, v, out, lse, carries, starts, thresholds, selection_head, memory_tau):
-    return _empty_like(q), _empty_like(k), _empty_like(v)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    """[b, h, n, d] in memory [b, n, h, d], as the projections before and after attention have it."""
-    b, h, n, d = x.shape
-    return x.new_empty(b, n, h, d).transpose(1, 2)
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _save(ctx, inputs, output):

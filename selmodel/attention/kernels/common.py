@@ -1,9 +1,14 @@
-"""The checks that every kernel makes before it computes."""
+"""What kernels have in common: the checks before they compute, the layout of what they return, and units."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+# The faster kernels keep logits, S, F and log-sum-exps in units of ln 2, since exp2 is cheaper than exp.
+LOG2_E = math.log2(math.e)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -55,3 +60,9 @@ def check_inputs(
             raise ValueError(f"document_ids is on {document_ids.device}, q on {q.device}: expected one device")
     if memory_tau is not None and not memory_tau > 0:
         raise ValueError(f"memory_tau={memory_tau}: expected a number above 0")
+
+
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[b, h, n, d] in memory [b, n, h, d], as the projections before and after attention have it."""
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d, dtype=dtype).transpose(1, 2)
