@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from selmodel.attention.base import Attention
+from selmodel.attention.cache import KVCache, LayerCache
 from selmodel.attention.rotary import Rotary, rotary_tables
 from selmodel.attention.selection import SelectionStatistics
 from selmodel.errors import UserError
@@ -120,26 +121,39 @@ class Transformer(nn.Module):
         self.head = None if self.tie_embeddings else nn.Linear(self.d_model, vocab_size, bias=False)
         self.init_weights()
 
-    def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self, tokens: Tensor, document_ids: Tensor | None = None, *, cache: KVCache | None = None
+    ) -> ModelOutput:
         """tokens [b, n], integer, n <= context_length; document_ids [b, n] or None (see selmodel.attention).
 
         Logits are in the type the model computes in. Positions count from the start of the sequence, also
         inside its later documents. Raises UserError when the tokens are longer than the context.
+
+        cache: the tokens follow what it has seen, a chunk of any length, and are appended to it; the logits are
+        theirs. There are then no documents, no memory term and no gradient.
         """
         n = tokens.shape[1]
-        if n > self.context_length:
+        first = 0
+        if cache is not None:
+            if document_ids is not None:
+                raise UserError("document_ids with a cache: a cache holds one document; evaluate documents without it")
+            cache.check_fits(tokens)
+            first = cache.length
+        elif n > self.context_length:
             raise UserError(
                 f"an input of {n} tokens with model.context_length={self.context_length}: shorten the input "
                 "or build the model with a longer context"
             )
-        position = torch.arange(n, device=tokens.device)
+        position = torch.arange(first, first + n, device=tokens.device)
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(position)
         rotary = rotary_tables(position, self.head_dim, self.rope_base) if self.positions == "rope" else None
         memories = []
-        for block in self.blocks:
-            if self.checkpoint_activations and torch.is_grad_enabled():
+        for layer, block in enumerate(self.blocks):
+            if cache is not None:
+                x, memory = block(x, rotary, None, cache.layers[layer])
+            elif self.checkpoint_activations and torch.is_grad_enabled():
                 x, memory = checkpoint(block, x, rotary, document_ids, use_reentrant=False)
             else:
                 x, memory = block(x, rotary, document_ids)
@@ -260,10 +274,14 @@ class Block(nn.Module):
         self.mlp = SwiGLU(d_model, d_ff)
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None = None, document_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        document_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [b, n, d_model] -> the same shape, and the attention's memory term [b, n] or None."""
-        out, memory = self.attention(self.attention_norm(x), rotary, document_ids)
+        out, memory = self.attention(self.attention_norm(x), rotary, document_ids, cache)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), memory
 

@@ -6,7 +6,7 @@ A further kind is a subclass with `attend`, in a file of its own, and a YAML tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.nn import functional
 from selmodel.attention.rotary import Rotary, apply_rotary
 from selmodel.attention.selection import SelectionStatistics
 from selmodel.errors import UserError
+
+if TYPE_CHECKING:
+    from selmodel.attention.cache import LayerCache
 
 QK_NORM_EPS = 1e-6
 
@@ -37,6 +40,10 @@ class Attention(nn.Module, ABC):
 
     # Weight of the memory loss that this layer's `memory` is meant for; kinds without one leave it at 0.
     memory_loss_eps: float = 0.0
+    # The query head whose votes are subtracted from the logits of all heads; None for kinds without votes.
+    selection_head: int | None = None
+    # Whether `attend` is softmax(q·k / sqrt(d) - F) · v over all earlier keys, which `LayerCache` computes.
+    supports_cache: bool = False
 
     def __init__(
         self,
@@ -73,12 +80,26 @@ class Attention(nn.Module, ABC):
         be causal, and keep documents apart when document_ids is given.
         """
 
+    def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attend` for a whole sequence of one document, without a memory term. Returns out alone."""
+        return self.attend(q, k, v, None)[0]
+
     def forward(
-        self, x: Tensor, rotary: Rotary | None = None, document_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        document_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [b, n, d_model] -> out [b, n, d_model] and the memory term [b, n] or None."""
+        """x [b, n, d_model] -> out [b, n, d_model] and the memory term [b, n] or None.
+
+        With a cache, x follows what the cache has seen, there are no documents, no memory term and no gradient.
+        """
         q, k, v = self.project(x, rotary)
-        out, memory = self.attend(q, k, v, document_ids)
+        if cache is None:
+            out, memory = self.attend(q, k, v, document_ids)
+        else:
+            out, memory = cache.attend(self, q, k, v), None
         return self.wo(out.transpose(1, 2).flatten(2)), memory
 
     def project(self, x: Tensor, rotary: Rotary | None = None) -> tuple[Tensor, Tensor, Tensor]:

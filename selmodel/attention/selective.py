@@ -32,6 +32,8 @@ class SelectiveAttention(Attention):
     Raises UserError for a selection head that does not exist, an unknown kernel, or a bad eps or tau.
     """
 
+    supports_cache = True
+
     def __init__(
         self,
         d_model: int,
@@ -79,6 +81,12 @@ class SelectiveAttention(Attention):
             memory_tau=self.memory_loss_tau if self.memory_loss_eps > 0 else None,
             live_keys=self.live_keys,
         )
+
+    def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attention.attend_causally`."""
+        announce(self.kernel, self.live_keys)
+        out, _ = self.kernel.function(q, k, v, selection_head=self.selection_head, live_keys=self.live_keys)
+        return out
 
     def options(self) -> dict[str, Any]:
         """See `Attention.options`. Kernel and memory loss do not change the function that is computed."""

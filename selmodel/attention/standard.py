@@ -12,6 +12,8 @@ from selmodel.attention.selection import attended_pairs
 class StandardAttention(Attention):
     """Causal softmax attention, the baseline. Options: those of `Attention`."""
 
+    supports_cache = True
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `Attention.attend`. The memory term is None: nothing is ever masked."""
         n = q.shape[2]
