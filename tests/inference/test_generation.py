@@ -1,9 +1,15 @@
+import functools
+
 import pytest
 import torch
 
+from selmodel.attention import SelectiveAttention, StandardAttention
+from selmodel.attention.cache import KVCache
 from selmodel.errors import UserError
 from selmodel.inference.generation import generate, sample
-from selmodel.model import ModelOutput
+from selmodel.model import ModelOutput, Transformer
+
+uncached = functools.partial(generate, cached=False)
 
 
 class Successor:
@@ -18,12 +24,12 @@ class Successor:
 
 
 def test_greedy_continues_to_the_length_asked_for():
-    assert generate(Successor(), torch.tensor([3, 4]), 3, temperature=0).tolist() == [3, 4, 5, 6, 7]
+    assert uncached(Successor(), torch.tensor([3, 4]), 3, temperature=0).tolist() == [3, 4, 5, 6, 7]
 
 
 def test_generation_ends_at_eos_and_at_the_context():
-    assert generate(Successor(), torch.tensor([3]), 6, temperature=0, eos_id=6).tolist() == [3, 4, 5]
-    assert generate(Successor(), torch.tensor([0]), 100, temperature=0).tolist() == list(range(8))
+    assert uncached(Successor(), torch.tensor([3]), 6, temperature=0, eos_id=6).tolist() == [3, 4, 5]
+    assert uncached(Successor(), torch.tensor([0]), 100, temperature=0).tolist() == list(range(8))
 
 
 def test_one_seed_gives_one_text():
@@ -51,9 +57,54 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 )
 def test_options_out_of_range(options, message):
     with pytest.raises(UserError, match=message):
-        generate(Successor(), torch.tensor([1]), 1, **options)
+        uncached(Successor(), torch.tensor([1]), 1, **options)
 
 
 def test_a_prompt_longer_than_the_context():
     with pytest.raises(UserError, match="prompt of 9 tokens"):
-        generate(Successor(), torch.arange(9), 1)
+        uncached(Successor(), torch.arange(9), 1)
+
+
+def small_model(attention=SelectiveAttention) -> Transformer:
+    model = Transformer(30, attention, n_layers=2, n_heads=4, head_dim=8, d_model=24, context_length=40)
+    model.init_weights(0)
+    for name, parameter in model.named_parameters():  # logits of a size at which keys and F matter
+        if "wq" in name or "wk" in name:
+            parameter.data.mul_(8)
+    return model.double()
+
+
+PROMPT = torch.tensor([1, 17, 4, 4, 9])
+
+
+@pytest.mark.parametrize("attention", [SelectiveAttention, StandardAttention])
+@pytest.mark.parametrize("budgets", [None, 40, [40, 99]])
+def test_with_room_for_all_keys_the_cache_changes_no_token(attention, budgets):
+    """Greedy and sampled; up to the end of the context."""
+    model = small_model(attention)
+    rule = "oldest" if budgets is not None and attention is StandardAttention else None
+    expected = uncached(model, PROMPT, 100, temperature=0)
+    assert len(expected) == 40
+    assert torch.equal(generate(model, PROMPT, 100, temperature=0, budgets=budgets, rule=rule), expected)
+    draws = [
+        function(model, PROMPT, 30, generator=torch.Generator().manual_seed(5))
+        for function in (uncached, functools.partial(generate, budgets=budgets, rule=rule))
+    ]
+    assert torch.equal(*draws)
+
+
+def test_budgets_are_those_of_the_cache():
+    """Each token is the likeliest by a cache of these budgets that sees the text so far anew."""
+    model = small_model()
+    text = generate(model, PROMPT, 20, temperature=0, budgets=[3, 5])
+    assert not torch.equal(text, generate(model, PROMPT, 20, temperature=0))
+    for end in range(len(PROMPT), len(text)):
+        logits = model(text[None, :end], cache=KVCache(model, 1, [3, 5])).logits
+        assert logits[0, -1].argmax() == text[end]
+
+
+def test_budgets_need_a_cache():
+    with pytest.raises(UserError, match=r"budgets=4 with cached=False"):
+        generate(small_model(), PROMPT, 3, budgets=4, cached=False)
+    with pytest.raises(UserError, match=r"budgets=4 with standard attention and no rule"):
+        generate(small_model(StandardAttention), PROMPT, 3, budgets=4)
