@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from selmodel.attention.base import Attention
 from selmodel.attention.cache import KVCache, LayerCache
+from selmodel.attention.pruning import DEFAULT_SINKS
 from selmodel.attention.rotary import Rotary, rotary_tables
 from selmodel.attention.selection import SelectionStatistics
 from selmodel.errors import UserError
@@ -135,6 +136,9 @@ class Transformer(nn.Module):
         n = tokens.shape[1]
         first = 0
         if cache is not None:
+            if torch.is_grad_enabled():  # a gradient that ends at the cache would be a wrong one
+                with torch.no_grad():
+                    return self.forward(tokens, document_ids, cache=cache)
             if document_ids is not None:
                 raise UserError("document_ids with a cache: a cache holds one document; evaluate documents without it")
             cache.check_fits(tokens)
@@ -144,11 +148,7 @@ class Transformer(nn.Module):
                 f"an input of {n} tokens with model.context_length={self.context_length}: shorten the input "
                 "or build the model with a longer context"
             )
-        position = torch.arange(first, first + n, device=tokens.device)
-        x = self.embedding(tokens)
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(position)
-        rotary = rotary_tables(position, self.head_dim, self.rope_base) if self.positions == "rope" else None
+        x, rotary = self.embed(tokens, first)
         memories = []
         for layer, block in enumerate(self.blocks):
             if cache is not None:
@@ -159,9 +159,37 @@ class Transformer(nn.Module):
                 x, memory = block(x, rotary, document_ids)
             if memory is not None:
                 memories.append(memory)
+        return ModelOutput(self.unembed(x), torch.stack(memories) if memories else None)
+
+    def embed(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, Rotary | None]:
+        """What enters the first block: x [b, n, d_model], and the rotation of positions first .. first + n - 1."""
+        position = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(position)
+        return x, rotary_tables(position, self.head_dim, self.rope_base) if self.positions == "rope" else None
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """The logits [b, n, vocab_size] from what leaves the last block, x [b, n, d_model]."""
         output_matrix = self.embedding.weight if self.head is None else self.head.weight
-        logits = functional.linear(self.norm(x), output_matrix)
-        return ModelOutput(logits, torch.stack(memories) if memories else None)
+        return functional.linear(self.norm(x), output_matrix)
+
+    def pruned(
+        self,
+        tokens: Tensor,
+        budgets: int | Sequence[int] | None,
+        *,
+        rule: str | None = None,
+        n_sinks: int = DEFAULT_SINKS,
+    ) -> ModelOutput:
+        """The forward pass of whole sequences under budgets, in parallel, and exactly as token by token.
+
+        tokens [b, n]; budgets, rule and n_sinks as for `selmodel.attention.cache.KVCache`. No gradient. Raises
+        UserError for a bad one of these, and for tokens longer than the context.
+        """
+        context_length = max(1, tokens.shape[1])
+        cache = KVCache(self, len(tokens), budgets, rule=rule, n_sinks=n_sinks, context_length=context_length)
+        return self.forward(tokens, cache=cache)  # not self(...): torch.compile would trace the cache
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:

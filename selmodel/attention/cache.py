@@ -212,9 +212,9 @@ class LayerCache:
             old = [take_keys(self.k, order), take_keys(self.v, order), positions.gather(1, order)]
             F = None if F is None else self.F.gather(1, order)
         new_positions = torch.arange(self.length, self.length + m, device=q.device).expand(len(q), -1)
-        k, v = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2)
-        bos = self.length == self.held or self.rule.n_protected > 0  # it has not left
-        out, index, F = attend_under_budget(q, k, v, self.rule, selection_head=self.selection_head, F=F, bos=bos)
+        if self.held:
+            k, v = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2)
+        out, index, F = attend_under_budget(q, k, v, self.rule, selection_head=self.selection_head, F=F)
         self.held = self.capacity
         self.length += m
         held = slice(0, self.held)

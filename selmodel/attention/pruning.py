@@ -41,7 +41,7 @@ NEVER = torch.iinfo(torch.int32).max
 DEFAULT_SINKS = 4
 LEAST_BUDGET = 2  # <BOS> and the newest key
 # Queries in a block. Fewer make the products slow, more attend to keys that left early in the block.
-MIN_ROWS, MAX_ROWS = 64, 256
+MIN_ROWS, MAX_ROWS = 64, 128
 
 
 class Rule(ABC):
@@ -71,7 +71,8 @@ class Rule(ABC):
         """With which query of a block each key leaves, from 0; `rows` for a key that stays.
 
         The keys: n_earlier ones, oldest first, from before the block, then the `rows` keys of the block itself.
-        F [b, rows, n_earlier + rows]: F[:, t] after the votes of query t. Returns int64 [b or 1, n_earlier + rows].
+        F [b, rows, n_earlier + rows]: F[:, t] after the votes of query t, 0 for its own key and those after it.
+        Returns int64 [b or 1, n_earlier + rows].
         """
         raise NotImplementedError(f"{type(self).__name__} decides query by query")
 
@@ -98,26 +99,25 @@ class SelectiveRule(Rule):
     def departures(self, n_earlier: int, rows: int, F: Tensor | None) -> Tensor:
         """See `Rule.departures`. A few numpy calls for each query, for all sequences of the batch at once.
 
-        Keys come oldest first and argmax takes the first of equals, so the older one leaves.
+        Keys come oldest first and argmax takes the first of equals, so the older one leaves. The query's own key and
+        those yet to come have F = 0 and stand after one that may leave, so they are never taken.
         """
         b = F.shape[0]
         largest = torch.finfo(F.dtype).max
         # inf - inf below would be NaN, and argmax would take it for the largest ever after.
         F = F.nan_to_num(nan=largest, posinf=largest).cpu().numpy()
         row = np.arange(b)
-        departures = np.full((b, n_earlier + rows), rows)
-        barred = np.zeros((b, n_earlier + rows), dtype=F.dtype)  # -inf: protected, gone, or not there yet
+        first = max(0, self.budget - n_earlier)  # the first query after which a key leaves
+        gone = np.empty((rows, b), dtype=np.int64)
+        barred = np.zeros((b, n_earlier + rows), dtype=F.dtype)  # -inf: protected, or gone
         barred[:, : self.n_protected] = -np.inf
-        barred[:, n_earlier:] = -np.inf
         candidates = np.empty_like(barred)
-        for t in range(rows):
-            if n_earlier + t >= self.budget:
-                np.add(F[:, t], barred, out=candidates)
-                chosen = candidates.argmax(1)
-                barred[row, chosen] = -np.inf
-                departures[row, chosen] = t
-            if n_earlier + t >= self.n_protected:
-                barred[:, n_earlier + t] = 0.0
+        for t in range(first, rows):
+            np.add(F[:, t], barred, out=candidates)
+            candidates.argmax(1, out=gone[t])
+            barred[row, gone[t]] = -np.inf
+        departures = np.full((b, n_earlier + rows), rows)
+        departures[row, gone[first:]] = np.arange(first, rows)[:, None]
         return torch.from_numpy(departures)
 
 
@@ -260,16 +260,14 @@ def attend_under_budget(
     *,
     selection_head: int | None = None,
     F: Tensor | None = None,
-    bos: bool = True,
     weight_sums: Tensor | None = None,
 ) -> PrunedAttention:
     """Attention of m queries to c earlier keys and their own, with the evictions after each query. No gradient.
 
     q [b, h, m, d]; k, v [b, h_kv, c + m, d], oldest first. rule: one that does not read weights, unless no key is to
     leave; None: none leaves. selection_head: the query head that votes; None: standard attention. F [b, c]: of the
-    earlier keys before the first query, in float32 (float64 for float64); None is 0. bos: key 0 is <BOS>, for which
-    nobody votes, and not any other key. weight_sums [b, c + m]: the attention weights, summed over heads and
-    queries, are added to it.
+    earlier keys before the first query, in float32 (float64 for float64); None is 0. weight_sums [b, c + m]: the
+    attention weights, summed over heads and queries, are added to it.
 
     Queries are taken block by block, with the keys that are held when the block begins and the block's own: time is
     O(m * (K + rows)), memory linear in m. F of a key that has left is not computed: no later query needs it.
@@ -303,10 +301,9 @@ def attend_under_budget(
         if selection_head is not None:
             logits = queries[:, selection_head] * d**-0.5 @ keys[:, selection_head // group].mT
             S = logits.relu_().masked_fill_(key >= query, 0.0)  # [b, rows, keys]
-            if bos and index is None:
-                S[:, :, 0] = 0.0
-            elif bos:
-                S.masked_fill_((index == 0)[:, None], 0.0)
+            # Nobody votes for <BOS>. Where it has left ("oldest" without sinks), the layer is full, and the key that is
+            # first now leaves with the block's first query, before a vote for it would count.
+            S[:, :, 0] = 0.0
             F_before = pad(F, (0, rows))[:, None]  # [b, 1, keys]
             F_after = S.cumsum(1).add_(F_before)
             bias = torch.cat((F_before, F_after[:, :-1]), 1).neg_()
@@ -332,8 +329,13 @@ def attend_under_budget(
 
 def take_keys(x: Tensor, index: Tensor) -> Tensor:
     """x [b, h, n, d] at index [b, m] of dimension 2: [b, h, m, d]."""
-    b, h, _, d = x.shape
-    return x.gather(2, index[:, None, :, None].expand(b, h, index.shape[1], d))
+    b, h, n, d = x.shape
+    rows = x.transpose(1, 2)
+    if not rows.is_contiguous():
+        return x.gather(2, index[:, None, :, None].expand(b, h, index.shape[1], d))
+    # All heads of a key lie side by side, as a projection leaves them: copied at once, several times faster.
+    flat = (index + torch.arange(0, b * n, n, device=x.device)[:, None]).flatten()
+    return rows.flatten(0, 1).index_select(0, flat).view(b, -1, h, d).transpose(1, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

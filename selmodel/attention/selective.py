@@ -83,9 +83,10 @@ class SelectiveAttention(Attention):
         )
 
     def attend_causally(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attention.attend_causally`."""
-        announce(self.kernel, self.live_keys)
-        out, _ = self.kernel.function(q, k, v, selection_head=self.selection_head, live_keys=self.live_keys)
+        """See `Attention.attend_causally`. Exact, also where live_keys is a number: a cache leaves no key out."""
+        live_keys = self.live_keys if isinstance(self.live_keys, str) else "auto"
+        announce(self.kernel, live_keys)
+        out, _ = self.kernel.function(q, k, v, selection_head=self.selection_head, live_keys=live_keys)
         return out
 
     def options(self) -> dict[str, Any]:

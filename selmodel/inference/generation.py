@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,60 +22,84 @@ def generate(
     top_p: float = 1.0,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
-    cached: bool = True,
+    cache: bool | KVCache = True,
     budgets: int | Sequence[int] | None = None,
     rule: str | None = None,
+    on_token: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Continue ``prompt`` token by token.
 
     Args:
         model: left in the mode (training or evaluation) it is in.
         prompt: [position] int64, beginning with ``<BOS>``.
-        n_tokens: how many tokens to add at most; fewer when ``eos_id`` comes or the model's context is full.
+        n_tokens: how many tokens to add at most; fewer when ``eos_id`` comes or the context is full.
         temperature: divides the logits; 0 takes the likeliest token each time.
         top_p: samples among the likeliest tokens whose probabilities reach this sum.
         eos_id: ends the text when sampled (it is not returned).
         generator: source of randomness on the prompt's device; None for torch's own.
-        cached: keep keys and values, so that a token costs one step. Without, and for kinds of attention that cannot,
-            every token costs a forward pass over all before it.
+        cache: keep keys and values, so that a token costs one step. False, or a kind of attention that cannot: every
+            token costs a forward pass over all before it. A ``KVCache`` for one sequence brings its own budgets, is
+            reset first, and is left with what it holds.
         budgets: how many keys each layer may hold, one number or one per layer; None: all. Needs a cache.
         rule: which key leaves; see ``selmodel.attention.pruning``. None: "selective" for selective attention.
+        on_token: called with each token that is added, as soon as it is known.
 
     Returns:
         [position] int64: the prompt and what was added.
 
     Raises:
-        UserError: for a prompt that is empty or longer than the context, an option out of range, and budgets without
-            a cache.
+        UserError: for a prompt that is empty or longer than the context, an option out of range, budgets without a
+            cache, and budgets beside a ``KVCache``.
     """
     if temperature < 0:
         raise UserError(f"temperature={temperature}: must be 0 (the likeliest token) or more")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p={top_p}: must be above 0 and at most 1")
-    if not 0 < len(prompt) <= model.context_length:
-        raise UserError(
-            f"prompt of {len(prompt)} tokens: expected from 1 to model.context_length={model.context_length}"
-        )
-    cache = None
-    length = min(len(prompt) + max(n_tokens, 0), model.context_length)
-    if budgets is not None and not cached:
-        raise UserError(f"budgets={budgets} with cached=False: only a cache can let go of keys; leave cached on")
-    if cached and (budgets is not None or rule is not None or model.blocks[0].attention.supports_cache):
-        cache = KVCache(model, 1, budgets, rule=rule, context_length=length)
+    limit, owner = model.context_length, "model"
+    if isinstance(cache, KVCache) and cache.context_length < limit:
+        limit, owner = cache.context_length, "cache"
+    if not 0 < len(prompt) <= limit:
+        raise UserError(f"prompt of {len(prompt)} tokens: expected from 1 to {owner}.context_length={limit}")
+    length = min(len(prompt) + max(n_tokens, 0), limit)
+    keys = _keys(model, length, cache, budgets, rule)
     tokens = new = prompt
     for _ in range(length - len(prompt)):
-        if cache is None:
+        if keys is None:
             output = model(tokens[None])
         else:
             # Not through model(...): torch.compile would trace the cache, whose state differs at every step.
-            output = model.forward(new[None], cache=cache)
+            output = model.forward(new[None], cache=keys)
         logits = output.logits[0, -1].float()
         token = sample(logits, temperature, top_p, generator)
         new = token[None]
         if eos_id is not None and token.item() == eos_id:
             break
         tokens = torch.cat([tokens, token[None]])
+        if on_token is not None:
+            on_token(token.item())
     return tokens
+
+
+def _keys(
+    model: Transformer, length: int, cache: bool | KVCache, budgets: int | Sequence[int] | None, rule: str | None
+) -> KVCache | None:
+    """The cache to generate with, for ``length`` tokens; None: without."""
+    if isinstance(cache, KVCache):
+        if budgets is not None or rule is not None:
+            raise UserError(
+                f"budgets={budgets}, rule={rule} beside a cache, which has budgets={cache.budgets} of its own: "
+                "give the one or the other"
+            )
+        cache.reset()
+        return cache
+    pruned = budgets is not None or rule is not None
+    if pruned and not cache:
+        raise UserError(
+            f"budgets={budgets}, rule={rule} with cache=False: only a cache can let go of keys; leave it on"
+        )
+    if cache and (pruned or model.blocks[0].attention.supports_cache):
+        return KVCache(model, 1, budgets, rule=rule, context_length=length)
+    return None
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:

@@ -3,13 +3,13 @@ import functools
 import pytest
 import torch
 
-from selmodel.attention import SelectiveAttention, StandardAttention
+from selmodel.attention import Attention, SelectiveAttention, StandardAttention
 from selmodel.attention.cache import KVCache
 from selmodel.errors import UserError
 from selmodel.inference.generation import generate, sample
 from selmodel.model import ModelOutput, Transformer
 
-uncached = functools.partial(generate, cached=False)
+uncached = functools.partial(generate, cache=False)
 
 
 class Successor:
@@ -65,8 +65,8 @@ def test_a_prompt_longer_than_the_context():
         uncached(Successor(), torch.arange(9), 1)
 
 
-def small_model(attention=SelectiveAttention) -> Transformer:
-    model = Transformer(30, attention, n_layers=2, n_heads=4, head_dim=8, d_model=24, context_length=40)
+def small_model(attention=SelectiveAttention, **options) -> Transformer:
+    model = Transformer(30, attention, n_layers=2, n_heads=4, head_dim=8, d_model=24, context_length=40, **options)
     model.init_weights(0)
     for name, parameter in model.named_parameters():  # logits of a size at which keys and F matter
         if "wq" in name or "wk" in name:
@@ -104,7 +104,67 @@ def test_budgets_are_those_of_the_cache():
 
 
 def test_budgets_need_a_cache():
-    with pytest.raises(UserError, match=r"budgets=4 with cached=False"):
-        generate(small_model(), PROMPT, 3, budgets=4, cached=False)
+    with pytest.raises(UserError, match=r"budgets=4, rule=None with cache=False"):
+        generate(small_model(), PROMPT, 3, budgets=4, cache=False)
+    with pytest.raises(UserError, match=r"budgets=None, rule=oldest with cache=False"):
+        generate(small_model(), PROMPT, 3, rule="oldest", cache=False)
     with pytest.raises(UserError, match=r"budgets=4 with standard attention and no rule"):
         generate(small_model(StandardAttention), PROMPT, 3, budgets=4)
+
+
+def test_a_cache_of_ones_own_is_reset_and_brings_its_budgets():
+    model = small_model()
+    cache = KVCache(model, 1, [3, 5])
+    texts = [generate(model, prompt, 20, temperature=0, cache=cache) for prompt in (PROMPT, PROMPT.flip(0), PROMPT)]
+    assert torch.equal(texts[0], generate(model, PROMPT, 20, temperature=0, budgets=[3, 5]))
+    assert torch.equal(texts[0], texts[2])
+    assert cache.length == 24  # nothing follows the last token, so it is not in the cache
+    with pytest.raises(UserError, match=r"budgets=4, rule=None beside a cache, which has budgets=\[3, 5\]"):
+        generate(model, PROMPT, 3, cache=cache, budgets=4)
+    # A cache made for less than the model's context ends the text there.
+    short = KVCache(model, 1, [3, 5], context_length=12)
+    assert torch.equal(generate(model, PROMPT, 20, temperature=0, cache=short), texts[0][:12])
+    with pytest.raises(UserError, match=r"prompt of 13 tokens: expected from 1 to cache\.context_length=12"):
+        generate(model, texts[0][:13], 3, cache=short)
+    with pytest.raises(UserError, match=r"batch size 1 with a cache of batch_size=2"):
+        generate(model, PROMPT, 3, cache=KVCache(model, 2))
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_every_token_is_reported_as_it_comes(cache):
+    model, seen = small_model(), []
+    text = generate(model, PROMPT, 12, temperature=0, cache=cache, on_token=seen.append)
+    assert seen == text[len(PROMPT) :].tolist()
+    assert len(seen) == 12
+    eos = seen[4]
+    again = []
+    shorter = generate(model, PROMPT, 12, temperature=0, cache=cache, eos_id=eos, on_token=again.append)
+    assert again == shorter[len(PROMPT) :].tolist() == seen[: seen.index(eos)]
+
+
+class LastKey(Attention):
+    """A kind of its own, which says nothing of a cache: every query sees the key before it alone."""
+
+    def attend(self, q, k, v, document_ids):
+        return v.roll(1, 2), None
+
+
+def test_a_kind_that_cannot_be_cached_generates_without():
+    model = small_model(LastKey)
+    assert len(generate(model, PROMPT, 5, temperature=0)) == 10
+    assert torch.equal(generate(model, PROMPT, 5, temperature=0), uncached(model, PROMPT, 5, temperature=0))
+    with pytest.raises(UserError, match="LastKey does not support a cache"):
+        generate(model, PROMPT, 5, budgets=4)
+
+
+def test_a_context_longer_than_the_models_table_where_positions_allow_it():
+    """Rotary positions have no table: a cache of budgets goes on past the context, as far as the cache was made for."""
+    model = small_model(positions="rope")
+    cache = KVCache(model, 1, 6, context_length=100)
+    text = torch.arange(90).remainder(30)[None]
+    whole = model(text, cache=cache).logits
+    cache.reset()
+    pieces = [model(piece, cache=cache).logits for piece in text.split(7, 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-10)
+    # Generation stops at the model's context all the same.
+    assert len(generate(model, PROMPT, 100, temperature=0, cache=cache)) == 40
