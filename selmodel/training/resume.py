@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
+from selmodel.comparing import differences
 from selmodel.errors import UserError
 from selmodel.training.checkpoint import LAST, read_checkpoint
 
@@ -80,18 +80,6 @@ def check_identity(checkpoint: dict, identity: dict, path: Path) -> None:
 
 def _short(tokenizer: dict) -> str:
     return f"{tokenizer['kind']} {tokenizer['hash'][:12]}"
-
-
-def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """Where two plain values differ, one line each: ``n_heads: 4 in the checkpoint, 8 now``."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = []
-        for key in [*old, *(key for key in new if key not in old)]:
-            inner = f"{name}.{key}" if name else str(key)
-            found += differences(old.get(key, "absent"), new.get(key, "absent"), inner)
-        return found
-    same = list(old) == list(new) if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) else old == new
-    return [] if same else [f"{name}: {old} in the checkpoint, {new} now"]
 
 
 def changed_settings(stored: dict, current: dict) -> list[str]:

@@ -10,10 +10,11 @@ import filelock
 import pytest
 import torch
 
+from selmodel.comparing import differences
 from selmodel.errors import UserError
 from selmodel.training.checkpoint import read_checkpoint
 from selmodel.training.module import LanguageModel
-from selmodel.training.resume import differences, find_checkpoint
+from selmodel.training.resume import find_checkpoint
 from selmodel.training.run import train
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from selmodel.evaluation.run import output_path
+from selmodel.evaluation.setup import output_path
 
 
 @pytest.mark.parametrize(
