@@ -12,7 +12,9 @@ from omegaconf import DictConfig
 from selmodel.config import check_options, did_you_mean, plain
 from selmodel.data.caching import write_atomically
 from selmodel.errors import UserError
+from selmodel.evaluation.budget_suite import budget_search
 from selmodel.evaluation.perplexity import ValidationResult
+from selmodel.evaluation.pruning import pruning, pruning_rules
 from selmodel.evaluation.setup import evaluation_trainer, output_path
 from selmodel.training.loading import load_run
 from selmodel.training.setup import check_trainer
@@ -20,10 +22,13 @@ from selmodel.training.summary import to_json
 
 log = logging.getLogger(__name__)
 
-EVALUATE_KEYS = ("checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer")
+EVALUATE_KEYS = (
+    "checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer", "budgets", "rule", "n_sinks",
+    "n_keys", "search",
+)  # fmt: skip
 
 
-def evaluate(cfg: DictConfig) -> ValidationResult:
+def evaluate(cfg: DictConfig) -> object:
     """Run ``cfg.suite`` (``configs/evaluate.yaml``) on ``cfg.checkpoint``, print and write the figures.
 
     Raises:
@@ -70,4 +75,9 @@ def perplexity(cfg: DictConfig) -> ValidationResult:
     return result
 
 
-SUITES: dict[str, Callable[[DictConfig], ValidationResult]] = {"perplexity": perplexity}
+SUITES: dict[str, Callable[[DictConfig], object]] = {
+    "perplexity": perplexity,
+    "pruning": pruning,
+    "pruning_rules": pruning_rules,
+    "budget_search": budget_search,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from omegaconf import DictConfig
@@ -26,15 +27,17 @@ def evaluation_trainer(cfg: DictConfig, run: TrainedRun) -> L.Trainer:
     return build_trainer(cfg, callbacks=[], loggers=[])
 
 
-def output_path(cfg: DictConfig, checkpoint: Path) -> Path:
+def output_path(cfg: DictConfig, checkpoint: Path, kind: str = "evaluation", **options: Any) -> Path:
     """``cfg.output``, or a file beside the checkpoint, named by it and by what was asked for that the run has not.
 
-    So an evaluation with other data does not replace that of the run's own.
+    So an evaluation with other data or options does not replace another one. ``kind`` begins the name; ``options``
+    are further ones that make a difference, those that are None left out.
     """
     if cfg.output:
         return Path(cfg.output).expanduser()
-    changed = {f"data.{name}": cfg.data[name] for name in ("root", "validation_sequences")}
+    changed = dict(options)
+    changed |= {f"data.{name}": cfg.data[name] for name in ("root", "validation_sequences")}
     changed["precision"] = cfg.precision
     asked = [f"{name}={value}" for name, value in changed.items() if value is not None]
     suffix = f"+{run_name(asked)}" if asked else ""
-    return checkpoint.parent / f"evaluation-{checkpoint.stem}{suffix}.json"
+    return checkpoint.parent / f"{kind}-{checkpoint.stem}{suffix}.json"

@@ -21,11 +21,11 @@ class Interrupted(BaseException):
 
     Attributes:
         signal: the signal's number.
-        step: the last optimizer step trained.
+        step: the last optimizer step trained (or round searched, by ``unit``).
     """
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+    def __init__(self, number: int, step: int, unit: str = "step") -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after {unit} {step}")
         self.signal = number
         self.step = step
 
