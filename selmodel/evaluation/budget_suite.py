@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,14 @@ class Search:
         if faults:
             raise UserError("\n".join(faults))
 
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their default, under the names typed."""
+        return {
+            f"search.{field.name}": getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
 
 def budget_search(cfg: DictConfig) -> dict[str, Any]:
     """Search budgets for ``cfg.checkpoint`` at ``cfg.search.target`` and write them.
@@ -117,9 +125,8 @@ def budget_search(cfg: DictConfig) -> dict[str, Any]:
     if trainer.world_size > 1:
         raise UserError(f"trainer.devices={cfg.trainer.devices}: the search runs on one device; set trainer.devices=1")
     output = output_path(
-        cfg, run.path, "budgets", **{f"search.{name}": value for name, value in asdict(options).items()},
-        budgets=cfg.budgets, rule=cfg.rule, n_sinks=cfg.n_sinks,
-    )  # fmt: skip
+        cfg, run.path, "budgets", **options.changed(), budgets=cfg.budgets, rule=cfg.rule, n_sinks=cfg.n_sinks
+    )
     identity = {
         "rule": chosen.rule,
         "n_sinks": chosen.n_sinks,
