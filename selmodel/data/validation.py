@@ -24,11 +24,13 @@ class ValidationSet:
 
     `tokens` int32 [sequences, context_length + 1], BOS first; `token_bytes` int64 [sequences,
     context_length]: UTF-8 bytes of source text that each target tokens[:, 1:] stands for, 0 for EOS.
+    `target_mask` bool [sequences, context_length]: which targets count; None when all do.
     """
 
     tokens: np.ndarray
     token_bytes: np.ndarray
     eos_id: int
+    target_mask: np.ndarray | None = None
 
     @property
     def n_sequences(self) -> int:
@@ -129,4 +131,6 @@ class ValidationLoader:
             }
             if self.document_mask:
                 batch["document_ids"] = torch.from_numpy(document_ids(tokens, data.eos_id))
+            if data.target_mask is not None:
+                batch["target_mask"] = torch.from_numpy(data.target_mask[indices])
             yield batch

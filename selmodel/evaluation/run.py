@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from selmodel.config import check_options, did_you_mean, plain
 from selmodel.data.caching import write_atomically
 from selmodel.errors import UserError
+from selmodel.evaluation.accuracy import task_accuracy
 from selmodel.evaluation.budget_suite import budget_search
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.evaluation.pruning import pruning, pruning_rules
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 EVALUATE_KEYS = (
     "checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer", "budgets", "rule", "n_sinks",
-    "n_keys", "search",
+    "n_keys", "search", "lengths",
 )  # fmt: skip
 
 
@@ -80,4 +81,5 @@ SUITES: dict[str, Callable[[DictConfig], object]] = {
     "pruning": pruning,
     "pruning_rules": pruning_rules,
     "budget_search": budget_search,
+    "task_accuracy": task_accuracy,
 }

@@ -106,6 +106,10 @@ class CSVMetrics(Logger):
         return "csv"
 
     @property
+    def save_dir(self) -> str:
+        return str(self.directory)
+
+    @property
     def version(self) -> str:
         return self.directory.name
 

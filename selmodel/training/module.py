@@ -235,9 +235,11 @@ class LanguageModel(L.LightningModule):
         tokens = batch["tokens"]
         output = self.model(tokens[:, :-1], _inputs_only(batch.get("document_ids")))
         counted = batch["weight"].bool()[:, None].expand(-1, tokens.shape[1] - 1)
-        if "target_mask" in batch:
+        right = None
+        if "target_mask" in batch:  # some targets are answers: how many of them are right is what one asks
             counted = counted & batch["target_mask"]
-        self._sums.update(token_losses(output.logits, tokens[:, 1:]), counted, batch.get("bytes"))
+            right = output.logits.argmax(-1) == tokens[:, 1:]
+        self._sums.update(token_losses(output.logits, tokens[:, 1:]), counted, batch.get("bytes"), right)
 
     def on_validation_epoch_end(self) -> None:
         self._sums.reduce()

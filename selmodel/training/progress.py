@@ -71,10 +71,7 @@ class Progress(L.Callback):
         result = module.validation
         if trainer.sanity_checking or not trainer.is_global_zero or result is None or trainer.state.fn != "fit":
             return
-        line = (
-            f"step {trainer.global_step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
-            f"bits per byte {result.bits_per_byte:.4f}"
-        )
+        line = f"step {trainer.global_step}: {result.line()}"
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:

@@ -106,7 +106,7 @@ def _check_checkpoint(path: Path, identity: dict, data: DataModule) -> int:
     """
     checkpoint = read_checkpoint(path)
     check_identity(checkpoint, identity, path)
-    data.load_state_dict(checkpoint["DataModule"])  # refuses another order of the data
+    data.load_state_dict(checkpoint[type(data).__qualname__])  # refuses another order of the data
     for line in changed_settings(checkpoint["selmodel"]["config"], identity["config"]):
         log.info("changed since the checkpoint: %s", line)
     return checkpoint["selmodel"]["step"]
