@@ -15,6 +15,7 @@ _WITHOUT_EFFECT = (
     "logger",
     "callbacks",
     "sample",
+    "plan",
     "trainer",
     "data.workers",
     "hydra",

@@ -29,6 +29,7 @@ from selmodel.training.checkpoint import read_checkpoint, remove_leftovers
 from selmodel.training.interrupt import StopOnSignal
 from selmodel.training.loggers import CSVMetrics
 from selmodel.training.module import LanguageModel
+from selmodel.training.plan import print_plan
 from selmodel.training.resume import changed_settings, check_identity, find_checkpoint
 from selmodel.training.setup import build_data, build_model, build_trainer, check_config, resolve_precision
 from selmodel.training.summary import announce, print_summary, write_results
@@ -40,7 +41,7 @@ def train(cfg: DictConfig) -> ValidationResult | None:
     """Train as ``cfg`` (``configs/train.yaml``) says, or go on with the run in its directory.
 
     Returns:
-        the last validation, or None when the run was already finished.
+        the last validation, or None when the run was already finished or only planned.
 
     Raises:
         UserError: for every fault of configuration, data or checkpoint that the user can mend, before any training.
@@ -48,6 +49,11 @@ def train(cfg: DictConfig) -> ValidationResult | None:
     """
     check_config(cfg)
     run_dir = _run_dir(cfg)
+    if cfg.plan:
+        print_plan(cfg, run_dir)
+        with contextlib.suppress(OSError):  # Hydra made it; one that holds a run stays
+            run_dir.rmdir()
+        return None
     with _only_writer(run_dir):
         return _train(cfg, run_dir)
 

@@ -34,7 +34,7 @@ _INSTEAD = {
     "enable_progress_bar": "set callbacks.progress.bar",
     "enable_checkpointing": "set callbacks.checkpoint.every_n_steps",
 }
-_SCALARS = {"seed": (int,), "micro_batch_tokens": (int, type(None)), "compile": (bool,)}
+_SCALARS = {"seed": (int,), "micro_batch_tokens": (int, type(None)), "compile": (bool,), "plan": (bool,)}
 _GROUPS = ("attention", "model", "data", "tokenizer", "optim", "trainer", "logger", "callbacks")
 _ENTRIES = {"logger": ("wandb",), "callbacks": None}  # names that a group of nodes may have; None: any
 
