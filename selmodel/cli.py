@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -28,8 +28,11 @@ from selmodel.training.interrupt import Interrupted
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-def main(task: Callable[[DictConfig], object], config_name: str) -> None:
+def main(task: Callable[[DictConfig], object], config_name: str, *, literal: Sequence[str] = ()) -> None:
     """Compose ``configs/<config_name>.yaml`` with the command line's overrides and run ``task`` on it.
+
+    literal: options that are texts. What follows ``name=`` is taken as typed, where Hydra would read commas, brackets,
+    quotes and ``${...}`` as its own.
 
     Exit status: 0 when done, 2 for a fault of the user's (``UserError`` and Hydra's own), 128 + signal when stopped
     by one. Anything else is a fault of the program and keeps its traceback.
@@ -38,8 +41,9 @@ def main(task: Callable[[DictConfig], object], config_name: str) -> None:
     # Hydra otherwise prints its own errors and exits, with hints that do not fit here ("to append use +").
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     _quieten()
+    texts = take_literals(sys.argv, literal)
     try:
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(_job(task))()
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(_job(task, texts))()
     except UserError as error:
         _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
@@ -53,13 +57,31 @@ def main(task: Callable[[DictConfig], object], config_name: str) -> None:
         sys.exit(128 + error.signal)
 
 
-def _job(task: Callable[[DictConfig], object]) -> Callable[[DictConfig], object]:
+def take_literals(arguments: list[str], names: Sequence[str]) -> dict[str, str]:
+    """Take ``name=text`` of each of ``names`` out of ``arguments``; of one given twice the last counts."""
+    texts = {}
+    for argument in list(arguments[1:]):
+        name, equals, text = argument.partition("=")
+        if equals and name in names:
+            texts[name] = text
+            arguments.remove(argument)
+    return texts
+
+
+def without_interpolation(text: str) -> str:
+    """``text`` as OmegaConf must be given it to give it back: ``${`` escaped, and backslashes before it doubled."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
+
+
+def _job(task: Callable[[DictConfig], object], texts: Mapping[str, str]) -> Callable[[DictConfig], object]:
     """``task`` for Hydra to run: a wrong option ends a single run here, before Hydra adds lines of its own."""
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> object:
         if rank_zero_only.rank != 0:  # one process speaks for all
             logging.getLogger("selmodel").setLevel(logging.WARNING)
+        for name, text in texts.items():
+            cfg[name] = without_interpolation(text)
         try:
             return task(cfg)
         except UserError as error:
@@ -105,7 +127,7 @@ def group_choices(group: str) -> list[str]:
 def _unknown_key(key: str) -> str:
     """The answer to an option that does not exist, from the nearest one that does."""
     script = Path(sys.argv[0]).name
-    known = _option_names("evaluate" if script.startswith("evaluate") else "train")
+    known = _option_names(next((name for name in ("evaluate", "generate") if script.startswith(name)), "train"))
     return f"{key}: no such option{did_you_mean(key, known)} (python {script} --cfg job prints all options)"
 
 
@@ -132,8 +154,10 @@ def _quieten() -> None:
     """Leave out what libraries say that a user of this program cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*sync_dist=True.*"):
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*sync_dist=True.*", ".*`srun` command.*"):
         warnings.filterwarnings("ignore", message=message)
+    # Where standard output has been closed (by `| head`), a line that cannot be written is no reason for a traceback.
+    logging.raiseExceptions = False
 
 
 def _fail(message: str) -> None:

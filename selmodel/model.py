@@ -123,7 +123,12 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def forward(
-        self, tokens: Tensor, document_ids: Tensor | None = None, *, cache: KVCache | None = None
+        self,
+        tokens: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        last_only: bool = False,
     ) -> ModelOutput:
         """tokens [b, n], integer, n <= context_length; document_ids [b, n] or None (see selmodel.attention).
 
@@ -132,13 +137,14 @@ class Transformer(nn.Module):
 
         cache: the tokens follow what it has seen, a chunk of any length, and are appended to it; the logits are
         theirs. There are then no documents, no memory term and no gradient.
+        last_only: the logits of the last position alone, [b, 1, vocab_size]: all that generation needs of a prompt.
         """
         n = tokens.shape[1]
         first = 0
         if cache is not None:
             if torch.is_grad_enabled():  # a gradient that ends at the cache would be a wrong one
                 with torch.no_grad():
-                    return self.forward(tokens, document_ids, cache=cache)
+                    return self.forward(tokens, document_ids, cache=cache, last_only=last_only)
             if document_ids is not None:
                 raise UserError("document_ids with a cache: a cache holds one document; evaluate documents without it")
             cache.check_fits(tokens)
@@ -159,7 +165,8 @@ class Transformer(nn.Module):
                 x, memory = block(x, rotary, document_ids)
             if memory is not None:
                 memories.append(memory)
-        return ModelOutput(self.unembed(x), torch.stack(memories) if memories else None)
+        logits = self.unembed(x[:, -1:] if last_only else x)
+        return ModelOutput(logits, torch.stack(memories) if memories else None)
 
     def embed(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, Rotary | None]:
         """What enters the first block: x [b, n, d_model], and the rotation of positions first .. first + n - 1."""

@@ -145,3 +145,13 @@ def test_what_does_not_fit_is_refused():
     rotary(text(n=200), cache=cache)
     with pytest.raises(UserError, match="1 tokens after the 200 in the cache exceed context_length=200"):
         rotary(text(n=1), cache=cache)
+
+
+@pytest.mark.parametrize("attention", [LAST, StandardAttention])
+def test_last_only_gives_the_logits_of_the_last_position(attention):
+    model, tokens = make(attention), text(n=70)
+    for cache in (None, KVCache(model, 2)):
+        whole = model(tokens).logits
+        last = model(tokens, cache=cache, last_only=True).logits
+        assert last.shape == (2, 1, 40)
+        torch.testing.assert_close(last, whole[:, -1:], rtol=1e-9, atol=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
     cache: bool | KVCache = True,
@@ -35,6 +37,7 @@ def generate(
         n_tokens: how many tokens to add at most; fewer when ``eos_id`` comes or the context is full.
         temperature: divides the logits; 0 takes the likeliest token each time.
         top_p: samples among the likeliest tokens whose probabilities reach this sum.
+        top_k: samples among this many likeliest tokens, before top_p; None: all.
         eos_id: ends the text when sampled (it is not returned).
         generator: source of randomness on the prompt's device; None for torch's own.
         cache: keep keys and values, so that a token costs one step. False, or a kind of attention that cannot: every
@@ -51,10 +54,9 @@ def generate(
         UserError: for a prompt that is empty or longer than the context, an option out of range, budgets without a
             cache, and budgets beside a ``KVCache``.
     """
-    if temperature < 0:
-        raise UserError(f"temperature={temperature}: must be 0 (the likeliest token) or more")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p={top_p}: must be above 0 and at most 1")
+    faults = sampling_faults(temperature, top_p, top_k)
+    if faults:
+        raise UserError("; ".join(faults))
     limit, owner = model.context_length, "model"
     if isinstance(cache, KVCache) and cache.context_length < limit:
         limit, owner = cache.context_length, "cache"
@@ -65,12 +67,12 @@ def generate(
     tokens = new = prompt
     for _ in range(length - len(prompt)):
         if keys is None:
-            output = model(tokens[None])
+            output = model(tokens[None], last_only=True)
         else:
             # Not through model(...): torch.compile would trace the cache, whose state differs at every step.
-            output = model.forward(new[None], cache=keys)
+            output = model.forward(new[None], cache=keys, last_only=True)
         logits = output.logits[0, -1].float()
-        token = sample(logits, temperature, top_p, generator)
+        token = sample(logits, temperature, top_p, generator, top_k=top_k)
         new = token[None]
         if eos_id is not None and token.item() == eos_id:
             break
@@ -102,10 +104,32 @@ def _keys(
     return None
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+def sampling_faults(temperature: float, top_p: float, top_k: int | None = None) -> list[str]:
+    """What is out of range of the options of ``generate`` that choose among tokens, one line each."""
+    faults = []
+    if not 0 <= temperature < math.inf:
+        faults.append(f"temperature={temperature}: must be 0 (the likeliest token) or more")
+    if not 0 < top_p <= 1:
+        faults.append(f"top_p={top_p}: must be above 0 and at most 1")
+    if top_k is not None and top_k < 1:
+        faults.append(f"top_k={top_k}: must be at least 1, or null for all tokens")
+    return faults
+
+
+def sample(
+    logits: Tensor,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator | None = None,
+    *,
+    top_k: int | None = None,
+) -> Tensor:
     """One token id (scalar int64) from ``logits`` [vocabulary] float32; see ``generate`` for the options."""
     if temperature == 0:
         return logits.argmax()
+    if top_k is not None and top_k < len(logits):
+        # Of several tokens with the k-th largest logit all stay.
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
     probabilities, order = torch.softmax(logits / temperature, -1).sort(descending=True)
     # A token stays when the likelier ones together have not reached top_p, so the first always stays.
     probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0

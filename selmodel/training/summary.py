@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from selmodel.data.caching import write_atomically
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
-from selmodel.inference.generation import generate
+from selmodel.inference.generation import generate, sampling_faults
 from selmodel.training.checkpoint import BEST, LAST, CheckpointWriter
 from selmodel.training.module import LanguageModel
 
@@ -45,10 +45,7 @@ class Sample:
         faults = []
         if self.tokens < 1:
             faults.append(f"sample.tokens={self.tokens}: must be at least 1; sample=null asks for no sample")
-        if not 0 <= self.temperature < math.inf:
-            faults.append(f"sample.temperature={self.temperature}: must be 0 (the likeliest token) or more")
-        if not 0 < self.top_p <= 1:
-            faults.append(f"sample.top_p={self.top_p}: must be above 0 and at most 1")
+        faults += [f"sample.{fault}" for fault in sampling_faults(self.temperature, self.top_p)]
         if faults:
             raise UserError("\n".join(faults))
 

@@ -17,7 +17,7 @@ class Successor:
 
     context_length = 8
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, last_only=False):
         logits = torch.full((*tokens.shape, 10), -30.0)
         logits.scatter_(-1, ((tokens + 1) % 10)[..., None], 30.0)
         return ModelOutput(logits, None)
@@ -168,3 +168,13 @@ def test_a_context_longer_than_the_models_table_where_positions_allow_it():
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-10)
     # Generation stops at the model's context all the same.
     assert len(generate(model, PROMPT, 100, temperature=0, cache=cache)) == 40
+
+
+def test_top_k_keeps_the_likeliest():
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+    assert {sample(logits, 1.0, 1.0, generator, top_k=2).item() for _ in range(200)} == {1, 3}
+    assert {sample(logits, 1.0, 1.0, generator, top_k=1).item() for _ in range(50)} == {1}
+    assert {sample(logits, 1.0, 1.0, generator, top_k=9).item() for _ in range(500)} == {0, 1, 2, 3}
+    with pytest.raises(UserError, match="top_k=0"):
+        uncached(Successor(), torch.tensor([1]), 1, top_k=0)
