@@ -5,9 +5,9 @@
 
 At each context n a prompt of n - T tokens is read in one pass (prefill: the cache empty, logits of the last position
 alone), then T tokens are decoded one by one (--steps), up to the full context. So decoding is timed where it costs
-most, and pruned caches are full. Models have the same weights and take turns in one process; medians. "x std" is time over
-time for prefill, and speed over speed for decoding: there more is better. Cache bytes are what the caches say, and
-"resident" what a fresh process grows by when it makes and fills one.
+most, and pruned caches are full. Models have the same weights and take turns in one process; medians. "x std" is time
+over time for prefill, and speed over speed for decoding: there more is better. Cache bytes are what the caches say,
+and "resident" what a fresh process grows by when it makes and fills one.
 
 "promised" is n * layers / (sum of the budgets). A layer allocates K + 1 slots (one for the key that a query brings),
 each with F and age beside key and value, so the bytes shrink a little less; "expected" has that in it.
