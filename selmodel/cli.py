@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selmodel.config import did_you_mean, register_resolvers
 from selmodel.errors import UserError
+from selmodel.sweep.status import ERROR_FILE
 from selmodel.training.interrupt import Interrupted
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -82,15 +83,32 @@ def _job(task: Callable[[DictConfig], object], texts: Mapping[str, str]) -> Call
             logging.getLogger("selmodel").setLevel(logging.WARNING)
         for name, text in texts.items():
             cfg[name] = without_interpolation(text)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:  # an earlier start's
+            (Path(HydraConfig.get().runtime.output_dir) / ERROR_FILE).unlink(missing_ok=True)
         try:
             return task(cfg)
-        except UserError as error:
-            _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
+        except (UserError, OmegaConfBaseException) as error:
+            message = str(error) if isinstance(error, UserError) else explain(error)
+            directory = Path(HydraConfig.get().runtime.output_dir)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
+                _record(directory, message)
                 raise
-            _fail(str(error))
+            _remove_if_empty(directory)
+            _fail(message)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                _record(Path(HydraConfig.get().runtime.output_dir), f"{type(error).__name__}: {error}")
+            raise
 
     return run
+
+
+def _record(directory: Path, error: str) -> None:
+    """Leave a job's error in its folder, where the state of a sweep is read (launchers that run it in a process of
+    theirs, such as SLURM's; the local one does the same for its processes)."""
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ERROR_FILE).write_text(error + "\n")
 
 
 def _remove_if_empty(directory: Path) -> None:
@@ -102,6 +120,8 @@ def _remove_if_empty(directory: Path) -> None:
 def explain(error: Exception) -> str:
     """Hydra's message with the name typed and a way out that works here."""
     text = str(error)
+    if match := re.search(r"UserError raised while resolving interpolation: (.*)", text):
+        return match[1]
     if match := re.search(r"Could not override '([^']+)'", text):
         return _unknown_key(match[1])
     if isinstance(error, OverrideParseException):

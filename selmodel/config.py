@@ -21,7 +21,7 @@ from selmodel.naming import run_name
 
 TRAIN_KEYS = (
     "attention", "model", "data", "tokenizer", "optim", "trainer", "logger", "callbacks", "seed", "runs_root",
-    "run_dir", "resume", "cache_dir", "micro_batch_tokens", "compile", "sample", "plan",
+    "run_dir", "resume", "cache_dir", "micro_batch_tokens", "compile", "sample", "plan", "sweep",
 )  # fmt: skip
 
 # Constructor parameters that the program fills in itself, so that no option can set them.
@@ -35,11 +35,26 @@ _FILLED_IN = {
 
 
 def register_resolvers() -> None:
-    """Make ``${run_name:}`` and ``${expand_user:PATH}`` known to Hydra; call before composing."""
+    """Make the functions that configurations use known to Hydra; call before composing.
+
+    ``${run_name:}``: the run's name from what was typed. ``${expand_user:PATH}``. ``${sequences:TOKENS,CONTEXT}``: how
+    many sequences of a context hold so many tokens. ``${product:A,B}``.
+    """
+    OmegaConf.register_new_resolver("sequences", _sequences, replace=True)
+    OmegaConf.register_new_resolver("product", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("expand_user", lambda path: str(Path(path).expanduser()), replace=True)
     OmegaConf.register_new_resolver(
         "run_name", lambda: run_name(HydraConfig.get().overrides.task), replace=True, use_cache=False
     )
+
+
+def _sequences(tokens: int, context_length: int) -> int:
+    if not isinstance(context_length, int) or context_length < 1 or tokens % context_length:
+        raise UserError(
+            f"model.context_length={context_length}: must divide the {tokens:,} tokens that this experiment "
+            "keeps fixed; choose a power of two, or set data.batch_size and data.validation_sequences"
+        )
+    return tokens // context_length
 
 
 def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ _WITHOUT_EFFECT = (
     "callbacks",
     "sample",
     "plan",
+    "sweep",
     "trainer",
     "data.workers",
     "hydra",
@@ -37,6 +38,8 @@ def run_name(overrides: Iterable[str]) -> str:
     kept = sorted({item.split("=", 1)[0]: item for item in overrides if _has_effect(item)}.values())
     if not kept:
         return "default"
+    # The folder of an experiment belongs to its name; of other paths only the last part is kept.
+    kept = [item.replace("/", "-") if item.startswith("experiment=") else item for item in kept]
     parts = [re.sub(r"=.*/(?=[^/])", "=", item).split("=", 1) for item in kept]
     name = "+".join("-".join(re.sub(r"[^A-Za-z0-9_.-]+", "-", part).strip("-") for part in item) for item in parts)
     unchanged = all(re.fullmatch(r"[\w./@]+=[A-Za-z0-9_.][A-Za-z0-9_.-]*", item) and "/" not in item for item in kept)

@@ -25,7 +25,10 @@ def test_different_values_that_look_alike_in_a_file_name_differ():
 def test_of_a_path_the_last_part_is_kept():
     name = run_name(["data.root=/some/where/c4_mini", "experiment=mini"])
     assert name.startswith("data.root-c4_mini+experiment-mini-")
-    assert run_name(["experiment=paper/base"]).startswith("experiment-base-")
+
+
+def test_an_experiment_keeps_its_folder():
+    assert run_name(["experiment=paper/base"]) == "experiment-paper-base"
 
 
 def test_long_names_are_cut_and_stay_apart():

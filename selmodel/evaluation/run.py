@@ -17,6 +17,7 @@ from selmodel.evaluation.budget_suite import budget_search
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.evaluation.pruning import pruning, pruning_rules
 from selmodel.evaluation.setup import evaluation_trainer, output_path
+from selmodel.sweep.status import status
 from selmodel.training.loading import load_run
 from selmodel.training.setup import check_trainer
 from selmodel.training.summary import to_json
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 EVALUATE_KEYS = (
     "checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer", "budgets", "rule", "n_sinks",
-    "n_keys", "search", "lengths",
+    "n_keys", "search", "lengths", "report", "sweep",
 )  # fmt: skip
 
 
@@ -36,6 +37,10 @@ def evaluate(cfg: DictConfig) -> object:
         UserError: for a checkpoint that is missing, damaged or of another kind, and an unknown suite.
     """
     check_options(cfg, EVALUATE_KEYS)
+    if cfg.report is not None:
+        return write_report(cfg)
+    if cfg.sweep is not None:
+        raise UserError(f"sweep={cfg.sweep}: is read by a report; expected report=NAME, one of {', '.join(REPORTS)}")
     if cfg.suite not in SUITES:
         raise UserError(
             f"suite={cfg.suite}: no such suite{did_you_mean(str(cfg.suite), list(SUITES))} "
@@ -47,6 +52,22 @@ def evaluate(cfg: DictConfig) -> object:
         raise UserError("checkpoint: not given; expected checkpoint=RUN/last.ckpt or the folder of a run")
     check_trainer(plain(cfg.trainer))
     return SUITES[cfg.suite](cfg)
+
+
+def write_report(cfg: DictConfig) -> None:
+    """Write ``cfg.report`` on the sweep in the folder ``cfg.sweep``, from the files there alone."""
+    if cfg.report not in REPORTS:
+        raise UserError(
+            f"report={cfg.report}: no such report{did_you_mean(str(cfg.report), list(REPORTS))} "
+            f"(expected one of {', '.join(REPORTS)})"
+        )
+    if cfg.sweep is None:
+        raise UserError(f"report={cfg.report}: of which sweep? expected sweep=DIR, such as sweep=multirun/NAME")
+    if cfg.checkpoint is not None:
+        raise UserError(
+            f"checkpoint={cfg.checkpoint} with report={cfg.report}: a report reads sweep=DIR; leave one out"
+        )
+    REPORTS[cfg.report](Path(str(cfg.sweep)).expanduser())
 
 
 def perplexity(cfg: DictConfig) -> ValidationResult:
@@ -83,3 +104,5 @@ SUITES: dict[str, Callable[[DictConfig], object]] = {
     "budget_search": budget_search,
     "task_accuracy": task_accuracy,
 }
+
+REPORTS: dict[str, Callable[[Path], None]] = {"status": status}

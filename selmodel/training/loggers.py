@@ -1,4 +1,4 @@
-"""Metrics on disk, complete whatever else happens, and Weights & Biases without prompts.
+"""Metrics on disk, complete whatever else happens.
 
 ``train.csv`` and ``validation.csv`` in the run's directory hold one row for each logged optimizer step. They are
 appended to line by line, so a killed run loses nothing that was logged, and a resumed one goes on in them.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import math
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,20 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from selmodel.data.caching import write_atomically
-from selmodel.errors import UserError
 
 log = logging.getLogger(__name__)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """All whole rows of a table, as text; none where the file is missing.
+
+    A half-written last line, left by a kill or just being written, is not one.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text(errors="replace")
+    lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
+    return list(csv.DictReader(lines))
 
 
 class Table:
@@ -44,12 +55,8 @@ class Table:
                     os.replace(path, damaged)
 
     def rows(self) -> list[dict[str, str]]:
-        """All whole rows, as text; a half-written last line, left by a kill, is not one."""
-        if not self.path.exists():
-            return []
-        text = self.path.read_text()
-        lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
-        return list(csv.DictReader(lines))
+        """All whole rows, see ``read_rows``."""
+        return read_rows(self.path)
 
     def append(self, row: dict[str, Any]) -> None:
         """Add one row, written and flushed to the operating system before this returns."""
@@ -137,77 +144,26 @@ class CSVMetrics(Logger):
         return self._tables[name]
 
 
-def wandb_logger(
-    directory: str | Path,
-    *,
-    project: str = "selmodel",
-    entity: str | None = None,
-    name: str | None = None,
-    group: str | None = None,
-    tags: list[str] | None = None,
-    mode: str = "auto",
-    run_config: dict | None = None,
-) -> Logger:
-    """A Weights & Biases logger that never asks and never hangs.
+def rows_logged(directory: str | Path) -> int:
+    """How many rows a run's directory holds of all its starts, those included that were trained again later."""
+    names = ("train", "validation", "train.overtaken", "validation.overtaken")
+    return sum(len(read_rows(Path(directory) / f"{name}.csv")) for name in names)
 
-    Args:
-        directory: the run's directory; wandb's files go below it, and the run's id is kept there in ``wandb_id``, so
-            that a resumed run continues the same wandb run.
-        project, entity, name, group, tags: as in ``wandb.init``.
-        mode: ``auto`` is online when a key is found (``WANDB_API_KEY`` or ``~/.netrc``) and offline otherwise;
-            ``online``, ``offline`` and ``disabled`` are wandb's.
-        run_config: resolved configuration, recorded with the run.
 
-    Raises:
-        UserError: for an unknown mode, or ``online`` without a key.
+def summary_metrics(directory: str | Path) -> dict[str, float]:
+    """The last and the best validation in a run's directory, one figure a name; empty before the first one.
+
+    ``final/`` and ``best/`` (lowest finite loss, the first of equals), each with ``loss`` (nats per token),
+    ``perplexity``, ``bits_per_byte``, ``accuracy`` on tasks, ``step``, and ``tokens`` trained on until then.
     """
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
-
-    modes = ("auto", "online", "offline", "disabled")
-    if mode not in modes:
-        raise UserError(f"logger.wandb.mode={mode}: must be one of {', '.join(modes)}")
-    has_key = _has_wandb_key()
-    wanted = os.environ.get("WANDB_MODE")
-    if mode == "online" and not has_key:
-        raise UserError(
-            "logger.wandb.mode=online: no key found in WANDB_API_KEY or ~/.netrc; run `wandb login`, or set "
-            "logger.wandb.mode=offline"
-        )
-    if mode == "auto":
-        mode = wanted or ("online" if has_key else "offline")
-        if mode == "offline":
-            reason = f"WANDB_MODE={wanted}" if wanted else "no key found"
-            log.info("wandb: %s, logging offline below %s (send it later with `wandb sync`)", reason, directory)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    id_file = directory / "wandb_id"
-    if not id_file.exists() and rank_zero_only.rank == 0:
-        id_file.write_text(secrets.token_hex(4))
-    run_id = id_file.read_text().strip() if id_file.exists() else None
-    return WandbLogger(
-        project=project,
-        entity=entity,
-        name=name,
-        group=group,
-        tags=list(tags or []),
-        save_dir=str(directory),
-        id=run_id,
-        resume="allow",
-        mode=mode,
-        config=run_config,
-        settings=wandb.Settings(init_timeout=60, console="off", silent=mode != "online"),
-    )
-
-
-def _has_wandb_key() -> bool:
-    import netrc
-
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        entries = netrc.netrc()
-    except (FileNotFoundError, netrc.NetrcParseError, PermissionError):
-        return False
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-    return entries.authenticators(host) is not None
+    rows = [row for row in read_rows(Path(directory) / "validation.csv") if row.get("val/loss")]
+    finite = [row for row in rows if math.isfinite(float(row["val/loss"]))]
+    summary = {}
+    for kind, row in (("final", rows[-1:]), ("best", sorted(finite, key=lambda row: float(row["val/loss"]))[:1])):
+        for figures in row:
+            summary[f"{kind}/step"] = int(figures["step"])
+            summary[f"{kind}/tokens"] = int(figures["train/tokens"])
+            for name in ("loss", "perplexity", "bits_per_byte", "accuracy"):
+                if figures.get(f"val/{name}"):
+                    summary[f"{kind}/{name}"] = float(figures[f"val/{name}"])
+    return summary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import filelock
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,13 +28,14 @@ from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.training.checkpoint import read_checkpoint, remove_leftovers
-from selmodel.training.interrupt import StopOnSignal
+from selmodel.training.interrupt import Interrupted, StopOnSignal
 from selmodel.training.loggers import CSVMetrics
 from selmodel.training.module import LanguageModel
 from selmodel.training.plan import print_plan
 from selmodel.training.resume import changed_settings, check_identity, find_checkpoint
 from selmodel.training.setup import build_data, build_model, build_trainer, check_config, resolve_precision
 from selmodel.training.summary import announce, print_summary, write_results
+from selmodel.training.wandb_run import sweep_name, tags_of
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +72,12 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
     module = LanguageModel(model, build(cfg.optim), micro_batch_tokens=cfg.micro_batch_tokens, compile=cfg.compile)
     writer = build(cfg.callbacks.checkpoint, directory=run_dir, identity=lambda: identity)
     metrics = CSVMetrics(run_dir)
+    wandb = _wandb(cfg, run_dir, identity)
     others = [build(node) for name, node in cfg.callbacks.items() if name != "checkpoint" and node is not None]
     trainer = build_trainer(
         cfg,
         callbacks=[writer, *others, StopOnSignal(writer.save_last)],
-        loggers=[metrics, *_wandb(cfg, run_dir, identity)],
+        loggers=[metrics, *wandb],  # the CSV first: what wandb has, it has too
     )
     data.order.check_world(trainer.world_size)
     if step is not None:
@@ -97,7 +101,7 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
         finally:
-            _finish_wandb(cfg)
+            _finish_wandb(wandb, sys.exc_info()[1])
         if trainer.is_global_zero:
             write_results(run_dir / "results.json", module, trainer, writer, identity, time.monotonic() - started)
             sample = None if cfg.sample is None else build(cfg.sample)
@@ -186,17 +190,35 @@ def git_commit() -> str | None:
 
 
 def _wandb(cfg: DictConfig, run_dir: Path, identity: dict) -> list:
-    if cfg.logger.wandb is None:
+    """The Weights & Biases logger where one is wanted; which sweep it belongs to, and what was typed, are filled in."""
+    node = cfg.logger.wandb
+    if node is None:
         return []
-    return [build(cfg.logger.wandb, directory=run_dir, run_config=identity["config"])]
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    overrides = hydra.overrides.task if hydra else []
+    multirun = hydra is not None and hydra.mode == RunMode.MULTIRUN
+    facts = {
+        "architecture": identity["architecture"],
+        "corpus": identity["data"],
+        "environment": identity["environment"],
+    }
+    return [
+        build(
+            node,
+            directory=run_dir,
+            group=node.get("group") or sweep_name(run_dir, multirun=multirun),
+            tags=[*plain(node).get("tags", ()), *tags_of(overrides)],
+            run_config=identity["config"] | facts,
+        )
+    ]
 
 
-def _finish_wandb(cfg: DictConfig) -> None:
+def _finish_wandb(loggers: list, error: BaseException | None) -> None:
     """Close the run, so that the next one of this process (a sweep's) is not logged into it."""
-    if cfg.logger.wandb is not None:
-        import wandb
-
-        wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+    stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+    for logger in loggers:
+        code = 128 + getattr(error, "signal", signal.SIGINT) if stopped else int(error is not None)
+        logger.finish(exit_code=code, stopped=stopped)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,7 @@
 import csv
+import math
 
-import pytest
-
-from selmodel.errors import UserError
-from selmodel.training.loggers import CSVMetrics, Table, wandb_logger
+from selmodel.training.loggers import CSVMetrics, Table, rows_logged, summary_metrics
 
 
 def read(path):
@@ -64,23 +62,29 @@ def test_a_half_written_line_is_dropped_on_rewind(tmp_path):
     assert read(tmp_path / "train.csv") == [{"step": "1", "train/loss": "1.0"}, {"step": "2", "train/loss": "0.5"}]
 
 
-def test_wandb_without_a_key_is_offline_and_keeps_its_id(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    logger = wandb_logger(tmp_path / "run")
-    assert logger._wandb_init["mode"] == "offline"
-    again = wandb_logger(tmp_path / "run")
-    assert logger.version == again.version == (tmp_path / "run" / "wandb_id").read_text()
-    other = wandb_logger(tmp_path / "other")
-    assert other.version != logger.version
+def test_the_rows_of_all_starts_are_counted_whole_ones_only(tmp_path):
+    assert rows_logged(tmp_path / "nowhere") == 0
+    logger = CSVMetrics(tmp_path)
+    for step in range(1, 6):
+        logger.log_metrics({"train/loss": 1.0}, step)
+    logger.log_metrics({"val/loss": 1.0}, 5)
+    CSVMetrics(tmp_path).rewind(3)  # moves two rows of train.csv and the one of validation.csv
+    assert rows_logged(tmp_path) == 6
+    with (tmp_path / "train.csv").open("a") as file:
+        file.write("4,0.")
+    assert rows_logged(tmp_path) == 6
 
 
-def test_wandb_online_without_a_key_is_refused(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"logger\.wandb\.mode=online"):
-        wandb_logger(tmp_path / "run", mode="online")
-    with pytest.raises(UserError, match=r"logger\.wandb\.mode=onlin:"):
-        wandb_logger(tmp_path / "run", mode="onlin")
+def test_the_summary_is_of_the_last_and_of_the_best_validation(tmp_path):
+    assert summary_metrics(tmp_path) == {}
+    logger = CSVMetrics(tmp_path)
+    for step, loss in ((1, math.inf), (2, 1.0), (3, 0.5), (4, 0.5), (5, math.nan)):
+        figures = {"val/loss": loss, "val/perplexity": math.exp(loss), "val/bits_per_byte": loss / 4, "val/tokens": 9}
+        logger.log_metrics(figures | {"train/tokens": 100 * step}, step)
+    summary = summary_metrics(tmp_path)
+    assert {key: value for key, value in summary.items() if key.startswith("best/")} == {
+        "best/step": 3, "best/tokens": 300, "best/loss": 0.5, "best/perplexity": math.exp(0.5),
+        "best/bits_per_byte": 0.125,
+    }  # fmt: skip
+    assert (summary["final/step"], summary["final/tokens"]) == (5, 500)
+    assert math.isnan(summary["final/loss"])

@@ -1,0 +1,139 @@
+"""What Hydra calls for `python train.py -m`; it takes plugins from packages called hydra_plugins alone.
+
+The work is done in selmodel.sweep.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus, configure_log
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+log = logging.getLogger("selmodel.sweep")
+
+
+class GridSweeper(BasicSweeper):
+    """Every combination of the values, in a folder whose name, and whose jobs' names, follow from the overrides alone.
+
+    Values come from the command line and from ``hydra.sweeper.params``, which an experiment sets; what is typed wins.
+    Any launcher can run the jobs. At the end the state of all jobs is written to the log, and a failed job is an error.
+    """
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None = None) -> None:
+        super().__init__(max_batch_size, params)
+        self._axes: set[str] = set()
+        self._directory = Path()
+        self._listed = False
+
+    def sweep(self, arguments: list[str]) -> Any:
+        from selmodel.errors import UserError
+        from selmodel.sweep.processes import check_parallel
+        from selmodel.sweep.status import FAILED, sweep_status, table
+
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        check_parallel(self.config.sweep.parallel)
+        self._name_folders(arguments)
+        failure = None
+        try:
+            super().sweep(arguments)
+        except UserError as error:
+            failure = error
+        except Exception as error:
+            failure = error
+            if self._listed:
+                log.debug("a job raised %r", error)
+        finally:
+            # Also after a signal, which passes through as Interrupted.
+            states = sweep_status(self._directory) if self._listed else []
+            if states:
+                for line in ("", *table(self._directory, states)):
+                    log.info(line)
+        failed = [one.job.name for one in states if one.state == FAILED]
+        if failed:
+            raise UserError(
+                f"{len(failed)} of {len(states)} jobs failed: {', '.join(failed)}; the same command tries them again"
+            ) from failure
+        if failure is not None:
+            raise failure
+
+    def _name_folders(self, arguments: list[str]) -> None:
+        """What varies, and so the sweep's folder; ``hydra.sweep.dir`` is set to it unless it was typed."""
+        from selmodel.errors import UserError
+        from selmodel.sweep.grid import is_of_a_job, key_of, sweep_name
+
+        typed = OverridesParser.create(config_loader=self.hydra_context.config_loader).parse_overrides(arguments)
+        keys = [key_of(override.get_key_element()) for override in typed]
+        self._axes = {str(key) for key in self.params}
+        self._axes |= {key for key, override in zip(keys, typed, strict=True) if override.is_sweep_override()}
+        if not any(is_of_a_job(axis) for axis in self._axes):
+            raise UserError(
+                "-m: nothing varies; expected an option with several values, such as attention=standard,selective, or "
+                "an experiment that brings them, such as experiment=perplexity_vs_heads"
+            )
+        overrides = self.config.hydra.overrides.hydra
+        if not any(key_of(override) == "hydra.sweep.dir" for override in overrides):
+            from selmodel.sweep.processes import quoted
+
+            fixed = [one.input_line for key, one in zip(keys, typed, strict=True) if key not in self._axes]
+            options = self.config.sweep
+            directory = Path(str(options.root)).expanduser() / str(options.name or sweep_name(fixed))
+            with open_dict(self.config):
+                self.config.hydra.sweep.dir = str(directory)
+                # Launchers compose each job's configuration anew, from these.
+                overrides.append(f"hydra.sweep.dir={quoted(str(directory))}")
+        self._directory = Path(str(self.config.hydra.sweep.dir)).absolute()
+
+    def get_job_batch(self) -> Sequence[Sequence[str]]:
+        """The jobs, composed once to find mistakes, put on the sweep's list, each with its folder's name."""
+        from selmodel.sweep.grid import make_jobs, write_manifest
+
+        batch = super().get_job_batch()
+        jobs = make_jobs(batch, self._axes)
+        self.validate_batch_is_legal(batch)
+        write_manifest(self._directory, jobs)
+        self._listed = True
+        return [[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in jobs]
+
+
+class ProcessLauncher(Launcher):
+    """Runs jobs as processes of this machine, ``sweep.parallel`` at once (selmodel.sweep.processes)."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from selmodel.sweep.grid import Job, is_of_a_job, key_of
+        from selmodel.sweep.processes import ProcessPool
+
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        directory = Path(str(self.config.hydra.sweep.dir)).absolute()
+        jobs = []
+        for overrides in job_overrides:
+            (name,) = (one.split("=", 1)[1] for one in overrides if key_of(one) == "hydra.sweep.subdir")
+            jobs.append(Job(name, tuple(one for one in overrides if is_of_a_job(one))))
+        parallel = self.config.sweep.parallel
+        log.info("%s: %d jobs, %d at once", directory, len(jobs), parallel)
+        ProcessPool(directory, parallel, [sys.executable, sys.argv[0]]).run(jobs)
+        # How each went is in its folder, where the sweeper looks.
+        return [JobReturn(overrides=list(one), status=JobStatus.COMPLETED) for one in job_overrides]
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="grid",
+    node={"_target_": f"{__name__}.GridSweeper", "max_batch_size": None, "params": None},
+    provider="selmodel",
+)
+ConfigStore.instance().store(
+    group="hydra/launcher", name="processes", node={"_target_": f"{__name__}.ProcessLauncher"}, provider="selmodel"
+)
