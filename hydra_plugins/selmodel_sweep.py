@@ -58,11 +58,10 @@ class GridSweeper(BasicSweeper):
             if states:
                 for line in ("", *table(self._directory, states)):
                     log.info(line)
-        failed = [one.job.name for one in states if one.state == FAILED]
+        failed = [f"{one.job.name}: {one.error.splitlines()[0]}" for one in states if one.state == FAILED]
         if failed:
-            raise UserError(
-                f"{len(failed)} of {len(states)} jobs failed: {', '.join(failed)}; the same command tries them again"
-            ) from failure
+            count = f"{len(failed)} of {len(states)} jobs failed; the same command tries them again"
+            raise UserError("\n".join([count, *failed])) from failure
         if failure is not None:
             raise failure
 

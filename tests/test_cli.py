@@ -196,9 +196,11 @@ def test_a_sweep_trains_each_job_in_its_folder_and_one_failure_does_not_stop_it(
     assert result.returncode == 2
     assert "model.n_heads=0" in result.stderr
     assert "Traceback" not in result.stderr
-    assert (tmp_path / "multirun").is_dir(), result.stderr
-    runs = sorted(path for path in (tmp_path / "multirun").iterdir() if path.is_dir())
-    assert len(runs) == 2
+    assert "2 of 4 jobs failed" in result.stderr
+    (sweep,) = (tmp_path / "multirun").iterdir()
+    assert len([path for path in sweep.iterdir() if path.is_dir()]) == 4
+    runs = sorted(path.parent for path in sweep.glob("*/results.json"))
+    assert [run.name for run in runs] == ["attention-selective+model.n_heads-1", "attention-standard+model.n_heads-1"]
     ids = set()
     for run in runs:
         assert json.loads((run / "results.json").read_text())["step"] == 2
@@ -206,6 +208,18 @@ def test_a_sweep_trains_each_job_in_its_folder_and_one_failure_does_not_stop_it(
         assert len(list((run / "wandb").glob("offline-run-*"))) == 1
         ids.add((run / "wandb_id").read_text())
     assert len(ids) == 2
+    # Again: what is finished is left alone, what failed is tried again.
+    before = {path: path.stat().st_mtime_ns for run in runs for path in run.iterdir() if path.is_file()}
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 2
+    assert result.stdout.count("finished before") == 2
+    assert {path: path.stat().st_mtime_ns for run in runs for path in run.iterdir() if path.is_file()} == before
+    status = subprocess.run(
+        [sys.executable, str(ROOT / "evaluate.py"), "report=status", f"sweep={sweep}"],
+        capture_output=True, text=True, timeout=100, cwd=tmp_path,
+    )  # fmt: skip
+    assert "4 jobs, 2 finished, 2 failed" in status.stdout
+    assert status.stdout.count("model.n_heads=0: expected an integer of at least 1") == 2
 
 
 @pytest.mark.slow
@@ -213,11 +227,13 @@ def test_a_signal_stops_a_whole_sweep(tmp_path, corpus, cache_dir):
     command = tiny_sweep(tmp_path, corpus, cache_dir, "seed=0,1", "trainer.max_steps=2000")
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not list(tmp_path.glob("multirun/*/train.csv")):
+    while time.monotonic() < deadline and not list(tmp_path.glob("multirun/*/*/train.csv")):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, output
     assert "the same command goes on from there" in output
     assert "Error executing job" not in output
-    assert len([path for path in (tmp_path / "multirun").iterdir() if path.is_dir()]) == 1  # the other job never began
+    assert len(list(tmp_path.glob("multirun/*/*/"))) == 1  # the other job never began
+    assert len(list(tmp_path.glob("multirun/*/*/last.ckpt"))) == 1
+    assert "1 stopped, 1 waiting" in output

@@ -207,8 +207,8 @@ def share_of_machine(slot: int, parallel: int) -> dict[str, str]:
 
 
 def quoted(text: str) -> str:
-    """``text`` as a value on Hydra's command line."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    """``text`` as a value on Hydra's command line, where a backslash is one unless quotes follow."""
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
     return f"'{escaped}'"
 
 

@@ -116,7 +116,7 @@ def table(directory: Path, jobs: Sequence[JobStatus]) -> list[str]:
         )
     for one in jobs:
         if one.error is not None:
-            lines += ["", f"{one.job.name} failed:", *(f"  {line}" for line in one.error.strip().splitlines())]
+            lines += ["", f"{one.job.name} failed:", *(f"  {line}" for line in one.error.splitlines())]
     return lines
 
 
@@ -185,6 +185,6 @@ def _read_json(path: Path) -> dict:
 
 def _read_text(path: Path) -> str | None:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace").strip() or "no reason was written"
     except OSError:
         return None
