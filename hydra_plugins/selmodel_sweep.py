@@ -37,11 +37,13 @@ class GridSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         from selmodel.errors import UserError
+        from selmodel.evaluation.run import check_report
         from selmodel.sweep.processes import check_parallel
         from selmodel.sweep.status import FAILED, sweep_status, table
 
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         check_parallel(self.config.sweep.parallel)
+        check_report(self.config.sweep.report, "sweep.report")
         self._name_folders(arguments)
         failure = None
         try:
@@ -58,12 +60,27 @@ class GridSweeper(BasicSweeper):
             if states:
                 for line in ("", *table(self._directory, states)):
                     log.info(line)
+        self._report()
         failed = [f"{one.job.name}: {one.error.splitlines()[0]}" for one in states if one.state == FAILED]
         if failed:
             count = f"{len(failed)} of {len(states)} jobs failed; the same command tries them again"
             raise UserError("\n".join([count, *failed])) from failure
         if failure is not None:
             raise failure
+
+    def _report(self) -> None:
+        """The report that the sweep is for, where one is named; what stands in its way fails no sweep."""
+        name = self.config.sweep.report
+        if name is None or not self._listed:
+            return
+        from selmodel.errors import UserError
+        from selmodel.evaluation.run import make_report
+
+        log.info("")
+        try:
+            make_report(str(name), self._directory)
+        except UserError as error:
+            log.info("report=%s: %s", name, error)
 
     def _name_folders(self, arguments: list[str]) -> None:
         """What varies, and so the sweep's folder; ``hydra.sweep.dir`` is set to it unless it was typed."""

@@ -54,20 +54,37 @@ def evaluate(cfg: DictConfig) -> object:
     return SUITES[cfg.suite](cfg)
 
 
+def check_report(name: str | None, option: str = "report") -> None:
+    """Refuse the name of a report that there is not. Raises UserError."""
+    if name is not None and name not in REPORTS:
+        raise UserError(
+            f"{option}={name}: no such report{did_you_mean(str(name), REPORTS)} (expected one of {', '.join(REPORTS)})"
+        )
+
+
 def write_report(cfg: DictConfig) -> None:
     """Write ``cfg.report`` on the sweep in the folder ``cfg.sweep``, from the files there alone."""
-    if cfg.report not in REPORTS:
-        raise UserError(
-            f"report={cfg.report}: no such report{did_you_mean(str(cfg.report), list(REPORTS))} "
-            f"(expected one of {', '.join(REPORTS)})"
-        )
+    check_report(cfg.report)
     if cfg.sweep is None:
         raise UserError(f"report={cfg.report}: of which sweep? expected sweep=DIR, such as sweep=multirun/NAME")
     if cfg.checkpoint is not None:
         raise UserError(
             f"checkpoint={cfg.checkpoint} with report={cfg.report}: a report reads sweep=DIR; leave one out"
         )
-    REPORTS[cfg.report](Path(str(cfg.sweep)).expanduser())
+    make_report(cfg.report, Path(str(cfg.sweep)).expanduser())
+
+
+def make_report(name: str, directory: Path) -> None:
+    """Print the report ``name``, one of ``REPORTS``, on the sweep in ``directory``, and write its files there."""
+    if name == "status":
+        status(directory)
+        return
+    from selmodel.report import run as reports  # draws, which other suites should not wait for
+
+    if name == "all":
+        reports.write_all(directory)
+    else:
+        reports.write_report(name, directory)
 
 
 def perplexity(cfg: DictConfig) -> ValidationResult:
@@ -105,4 +122,8 @@ SUITES: dict[str, Callable[[DictConfig], object]] = {
     "task_accuracy": task_accuracy,
 }
 
-REPORTS: dict[str, Callable[[Path], None]] = {"status": status}
+# Of these selmodel.report.run makes all but the first; named here, so that a mistake is answered at once.
+REPORTS = (
+    "status", "all", "perplexity_vs_heads", "context_size", "model_size", "memory_loss", "memory", "loss_by_position",
+    "training_curves", "task_accuracy",
+)  # fmt: skip
