@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class Start:
         run: the last ``RunRecord``: id, group, tags, name, host, ...
         exit_code: None when the run was cut short.
         artifacts: ``ArtifactRecord``s.
+        preempting: whether the run was marked as stopped to go on later.
         text: of all records, to search.
     """
 
@@ -56,6 +58,7 @@ class Start:
         self.exit_code: int | None = None
         self.artifacts = []
         self.preempting = False
+        self.x_axes: dict[str, str] = {}  # by the pattern of the metrics drawn over it
         self.kinds: list[str] = []
         self.text = ""
         for record in records(path):
@@ -70,6 +73,8 @@ class Start:
                 self.config |= {_key(item): json.loads(item.value_json) for item in record.config.update}
             elif kind == "summary":
                 self.summary |= {_key(item): json.loads(item.value_json) for item in record.summary.update}
+            elif kind == "metric" and record.metric.step_metric:
+                self.x_axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
             elif kind == "artifact":
@@ -84,12 +89,15 @@ def _key(item) -> str:
     return ".".join(item.nested_key) if item.nested_key else item.key
 
 
-def starts(directory: Path) -> list[Start]:
-    """Every start that logged below ``directory/wandb``, in the order they began (``wandb sync`` sends them so)."""
-    return sorted(
-        (Start(path) for path in directory.glob("wandb/*run-*/*.wandb")), key=lambda start: _seconds(start.run.start_time)
-    )
+def starts(directory: Path, *, killed: int = 0) -> list[Start]:
+    """Every start that logged below ``directory/wandb``, in the order they began (``wandb sync`` sends them so).
 
-
-def _seconds(time) -> float:
-    return time.seconds + time.nanos / 1e9
+    wandb closes its file a moment after the run has finished: waits until all but ``killed`` starts are whole.
+    """
+    deadline = time.monotonic() + 10
+    while True:
+        found = [Start(path) for path in directory.glob("wandb/*run-*/*.wandb")]
+        if sum(start.exit_code is None for start in found) <= killed:
+            return sorted(found, key=lambda start: start.run.start_time.ToNanoseconds() if start.run else 0)
+        assert time.monotonic() < deadline, f"{directory}: not every start was finished"
+        time.sleep(0.02)

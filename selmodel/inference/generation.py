@@ -52,7 +52,7 @@ def generate(
 
     Raises:
         UserError: for a prompt that is empty or longer than the context, an option out of range, budgets without a
-            cache, and budgets beside a ``KVCache``.
+            cache, budgets beside a ``KVCache``, and a model whose logits are not finite.
     """
     faults = sampling_faults(temperature, top_p, top_k)
     if faults:
@@ -72,6 +72,11 @@ def generate(
             # Not through model(...): torch.compile would trace the cache, whose state differs at every step.
             output = model.forward(new[None], cache=keys, last_only=True)
         logits = output.logits[0, -1].float()
+        if not math.isfinite(logits.max().item()):  # NaN, if there is one, is the maximum
+            raise UserError(
+                f"the model's logits after {len(tokens)} tokens are not finite: it has diverged, or its dtype is too "
+                "narrow; use an earlier checkpoint, or a wider dtype"
+            )
         token = sample(logits, temperature, top_p, generator, top_k=top_k)
         new = token[None]
         if eos_id is not None and token.item() == eos_id:
@@ -130,7 +135,9 @@ def sample(
     if top_k is not None and top_k < len(logits):
         # Of several tokens with the k-th largest logit all stay.
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
-    probabilities, order = torch.softmax(logits / temperature, -1).sort(descending=True)
+    # Less the largest first, so that no temperature overflows; one that float32 would round to 0 acts as the least.
+    scaled = (logits - logits.max()) / max(temperature, torch.finfo(torch.float32).tiny)
+    probabilities, order = torch.softmax(scaled, -1).sort(descending=True)
     # A token stays when the likelier ones together have not reached top_p, so the first always stays.
     probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0
     return order[torch.multinomial(probabilities, 1, generator=generator)[0]]

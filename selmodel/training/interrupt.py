@@ -1,17 +1,23 @@
-"""Stopping a run between two steps, with its state saved."""
+"""Stopping a run between two steps, with its state saved, and putting its SLURM job back into the queue."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from selmodel.training.cluster import requeue, should_requeue, slurm_job
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Ctrl-C; what a system that shuts down sends; what clusters send before the time limit or a preemption.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Interrupted(BaseException):
@@ -21,17 +27,53 @@ class Interrupted(BaseException):
 
     Attributes:
         signal: the signal's number.
-        step: the last optimizer step trained (or round searched, by ``unit``).
+        step: the last optimizer step trained (or round searched, by ``unit``); None before and after training.
+        steps_made: of them, how many since this start.
     """
 
-    def __init__(self, number: int, step: int, unit: str = "step") -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after {unit} {step}")
+    def __init__(self, number: int, step: int | None, unit: str = "step", *, steps_made: int = 0) -> None:
+        when = "outside of training" if step is None else f"after {unit} {step}"
+        super().__init__(f"stopped by {signal.Signals(number).name} {when}")
         self.signal = number
         self.step = step
+        self.steps_made = steps_made
+
+
+@contextlib.contextmanager
+def stopping_outside_training() -> Iterator[None]:
+    """Before and after training, which ``StopOnSignal`` watches over: a signal raises ``Interrupted`` at once.
+
+    There is no state then that could be lost, and files are written whole or not at all.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        raise Interrupted(number, None)
+
+    previous = {}
+    with contextlib.suppress(ValueError):  # only the main thread may; elsewhere signals keep their usual effect
+        for number in _SIGNALS:
+            previous[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def requeueing() -> Iterator[None]:
+    """A SLURM job whose run is stopped inside by a signal goes back into the queue; the ``Interrupted`` passes on."""
+    try:
+        yield
+    except Interrupted as stopped:
+        job = slurm_job()
+        if should_requeue(job, stopped.signal, steps_made=stopped.steps_made) and rank_zero_only.rank == 0:
+            requeue(job)
+        raise
 
 
 class StopOnSignal(L.Callback):
-    """Turns SIGINT (Ctrl-C) and SIGTERM into a stop after the current step, with ``last.ckpt`` written.
+    """Turns a signal (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2) into a stop after the current step, ``last.ckpt`` written.
 
     A second signal of the same kind stops at once, as if this callback were not there.
     """
@@ -39,9 +81,11 @@ class StopOnSignal(L.Callback):
     def __init__(self, save) -> None:
         self._save = save  # called with (trainer, module)
         self._received: int | None = None
+        self._first_step = 0
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._first_step = trainer.global_step
         for number in _SIGNALS:
             try:
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -50,7 +94,7 @@ class StopOnSignal(L.Callback):
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._received = number
-        signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         log.warning("%s: stopping after this step", signal.Signals(number).name)
 
     # At the start of the next batch everything that belongs to the step before, validation included, is done.
@@ -58,7 +102,7 @@ class StopOnSignal(L.Callback):
         received = self._agree(trainer, module)
         if received and trainer.global_step:
             self._save(trainer, module)
-            raise Interrupted(received, trainer.global_step)
+            raise Interrupted(received, trainer.global_step, steps_made=trainer.global_step - self._first_step)
 
     def _agree(self, trainer: L.Trainer, module: L.LightningModule) -> int:
         """The signal that any process received, so that all stop after the same step."""

@@ -16,7 +16,7 @@ from selmodel.data.tasks import Task
 from selmodel.errors import UserError
 from selmodel.model import Transformer
 from selmodel.training.memory import PARTS, StepMemory, step_memory
-from selmodel.training.setup import resolve_precision
+from selmodel.training.setup import count_devices, resolve_precision
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def make_plan(cfg: DictConfig, run_dir: Path) -> Plan:
         model = build(cfg.model, attention=build(cfg.attention), vocab_size=vocab_size)
     precision = resolve_precision(trainer) or "32-true"
     model.to(WEIGHT_TYPES.get(precision, torch.float32))
-    devices = _devices(trainer)
+    devices = count_devices(trainer) * int(trainer.get("num_nodes") or 1)
     if cfg.data.batch_size % devices:
         raise UserError(
             f"data.batch_size={cfg.data.batch_size} with {devices} devices: must be a multiple of their number"
@@ -188,17 +188,6 @@ def _vocabulary(cfg: DictConfig) -> tuple[int, str]:
         return build(cfg.tokenizer).build(source, cfg.cache_dir).vocab_size, " of the task"
     tokenizer = build(cfg.tokenizer).build(None, cfg.cache_dir)
     return tokenizer.vocab_size, f" of {tokenizer.name}"
-
-
-def _devices(trainer: dict) -> int:
-    devices = trainer.get("devices", "auto")
-    on_gpu = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda")
-    if devices in ("auto", -1, "-1"):
-        devices = max(1, torch.cuda.device_count()) if on_gpu else 1
-    count = (
-        len(devices) if isinstance(devices, list) else len(devices.split(",")) if isinstance(devices, str) else devices
-    )
-    return int(count) * int(trainer.get("num_nodes") or 1)
 
 
 def _memory_free(trainer: dict) -> int | None:

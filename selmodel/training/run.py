@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import filelock
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -25,17 +24,17 @@ from selmodel.config import build, plain
 from selmodel.data.caching import write_atomically
 from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
-from selmodel.errors import UserError
 from selmodel.evaluation.perplexity import ValidationResult
-from selmodel.training.checkpoint import read_checkpoint, remove_leftovers
-from selmodel.training.interrupt import Interrupted, StopOnSignal
+from selmodel.training.checkpoint import CheckpointWriter, read_checkpoint, remove_leftovers
+from selmodel.training.interrupt import Interrupted, StopOnSignal, requeueing, stopping_outside_training
 from selmodel.training.loggers import CSVMetrics
 from selmodel.training.module import LanguageModel
+from selmodel.training.ownership import only_writer
 from selmodel.training.plan import print_plan
 from selmodel.training.resume import changed_settings, check_identity, find_checkpoint
 from selmodel.training.setup import build_data, build_model, build_trainer, check_config, resolve_precision
-from selmodel.training.summary import announce, print_summary, write_results
-from selmodel.training.wandb_run import sweep_name, tags_of
+from selmodel.training.summary import RESULTS, announce, print_summary, results_step, write_results
+from selmodel.training.wandb_run import recorded_config, sweep_name, tags_of
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,9 @@ def train(cfg: DictConfig) -> ValidationResult | None:
         with contextlib.suppress(OSError):  # Hydra made it; one that holds a run stays
             run_dir.rmdir()
         return None
-    with _only_writer(run_dir):
+    # Of the processes of one run the first keeps others out.
+    alone = only_writer(run_dir) if rank_zero_only.rank == 0 else contextlib.nullcontext()
+    with requeueing(), stopping_outside_training(), alone:
         return _train(cfg, run_dir)
 
 
@@ -72,7 +73,7 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
     module = LanguageModel(model, build(cfg.optim), micro_batch_tokens=cfg.micro_batch_tokens, compile=cfg.compile)
     writer = build(cfg.callbacks.checkpoint, directory=run_dir, identity=lambda: identity)
     metrics = CSVMetrics(run_dir)
-    wandb = _wandb(cfg, run_dir, identity)
+    wandb = _wandb(cfg, run_dir, identity, model)
     others = [build(node) for name, node in cfg.callbacks.items() if name != "checkpoint" and node is not None]
     trainer = build_trainer(
         cfg,
@@ -87,6 +88,8 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
                 "trainer.max_steps; for a new run, another run_dir=...",
                 run_dir, step, cfg.trainer.max_steps, run_dir,
             )  # fmt: skip
+            if resume_from.parent == run_dir and results_step(run_dir / RESULTS) != step:
+                return _write_missing_results(run_dir, resume_from, step, trainer, module, data, writer, identity)
             return None
         if trainer.is_global_zero and resume_from.parent == run_dir:
             metrics.rewind(step)
@@ -103,9 +106,23 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
         finally:
             _finish_wandb(wandb, sys.exc_info()[1])
         if trainer.is_global_zero:
-            write_results(run_dir / "results.json", module, trainer, writer, identity, time.monotonic() - started)
+            write_results(run_dir / RESULTS, module, trainer, writer, identity, time.monotonic() - started)
             sample = None if cfg.sample is None else build(cfg.sample)
             print_summary(run_dir, module, tokenizer, trainer, sample, cfg.seed)
+    return module.validation
+
+
+def _write_missing_results(
+    run_dir: Path, checkpoint: Path, step: int, trainer: L.Trainer, module: LanguageModel, data: DataModule,
+    writer: CheckpointWriter, identity: dict,
+) -> ValidationResult:  # fmt: skip
+    """The end of a run that was cut off between its last checkpoint and its results: validate again, and write them."""
+    log.info("its %s is missing or older: validating once more", RESULTS)
+    trainer.validate(module, datamodule=data, ckpt_path=checkpoint, weights_only=True, verbose=False)
+    if trainer.is_global_zero:
+        write_results(run_dir / RESULTS, module, trainer, writer, identity, 0.0, step=step)
+        for line in module.validation.lines():
+            log.info(line)
     return module.validation
 
 
@@ -120,31 +137,6 @@ def _check_checkpoint(path: Path, identity: dict, data: DataModule) -> int:
     for line in changed_settings(checkpoint["selmodel"]["config"], identity["config"]):
         log.info("changed since the checkpoint: %s", line)
     return checkpoint["selmodel"]["step"]
-
-
-@contextlib.contextmanager
-def _only_writer(run_dir: Path) -> Iterator[None]:
-    """Keep a second run of this machine out of the directory; processes of one run enter through the first."""
-    if rank_zero_only.rank != 0:
-        yield
-        return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(run_dir / ".lock")
-        with lock.acquire(timeout=0):
-            try:
-                yield
-            finally:
-                if {path.name for path in run_dir.iterdir()} <= {".lock"}:  # nothing was begun
-                    (run_dir / ".lock").unlink(missing_ok=True)
-    except filelock.Timeout:
-        raise UserError(
-            f"run_dir={run_dir}: another process is training there; wait for it or stop it, or choose another run_dir"
-        ) from None
-    except OSError as error:
-        if error.filename is None or not str(error.filename).startswith(str(run_dir)):
-            raise
-        raise UserError(f"run_dir={run_dir}: cannot be written ({error.strerror}); choose another run_dir") from error
 
 
 def _run_dir(cfg: DictConfig) -> Path:
@@ -189,7 +181,7 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def _wandb(cfg: DictConfig, run_dir: Path, identity: dict) -> list:
+def _wandb(cfg: DictConfig, run_dir: Path, identity: dict, model) -> list:
     """The Weights & Biases logger where one is wanted; which sweep it belongs to, and what was typed, are filled in."""
     node = cfg.logger.wandb
     if node is None:
@@ -197,18 +189,13 @@ def _wandb(cfg: DictConfig, run_dir: Path, identity: dict) -> list:
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     overrides = hydra.overrides.task if hydra else []
     multirun = hydra is not None and hydra.mode == RunMode.MULTIRUN
-    facts = {
-        "architecture": identity["architecture"],
-        "corpus": identity["data"],
-        "environment": identity["environment"],
-    }
     return [
         build(
             node,
             directory=run_dir,
             group=node.get("group") or sweep_name(run_dir, multirun=multirun),
             tags=[*plain(node).get("tags", ()), *tags_of(overrides)],
-            run_config=identity["config"] | facts,
+            run_config=recorded_config(identity, model.n_parameters()),
         )
     ]
 

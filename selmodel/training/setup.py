@@ -12,6 +12,7 @@ from selmodel.data.sources import Source
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.training.checkpoint import AtomicCheckpointIO
+from selmodel.training.cluster import check_tasks, cluster_environment, slurm_job
 from selmodel.training.module import check_micro_batch_tokens
 
 # What may be set of lightning.Trainer. The rest is either done by this project's own parts or would change what a
@@ -154,11 +155,26 @@ def build_trainer(cfg: DictConfig, *, callbacks: list, loggers: list) -> L.Train
         "logger": loggers,
         "plugins": [AtomicCheckpointIO()],
     }
+    if (environment := cluster_environment()) is not None:
+        options["plugins"].append(environment)
+    if fault := check_tasks(slurm_job(), devices=count_devices(options), num_nodes=options.get("num_nodes") or 1):
+        raise UserError(fault)
     options.pop("_target_", None)
     try:
         return L.Trainer(**options)
     except Exception as error:  # of many kinds; each says which option does not fit
         raise UserError(f"trainer: {error}") from error
+
+
+def count_devices(options: dict) -> int:
+    """Devices of one node that the trainer's options ask for."""
+    devices = options.get("devices", "auto")
+    if devices in ("auto", -1, "-1", None):
+        on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+        return max(1, torch.cuda.device_count()) if on_gpu else 1
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    return len(devices.split(",")) if isinstance(devices, str) else int(devices)
 
 
 def resolve_precision(options: dict) -> str | None:

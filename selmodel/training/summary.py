@@ -22,6 +22,8 @@ from selmodel.training.module import LanguageModel
 
 log = logging.getLogger(__name__)
 
+RESULTS = "results.json"
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -83,11 +85,21 @@ def announce(run_dir: Path, module: LanguageModel, tokenizer: Tokenizer, cfg: Di
 
 
 def write_results(
-    path: Path, module: LanguageModel, trainer: L.Trainer, writer: CheckpointWriter, identity: dict, seconds: float
+    path: Path,
+    module: LanguageModel,
+    trainer: L.Trainer,
+    writer: CheckpointWriter,
+    identity: dict,
+    seconds: float,
+    *,
+    step: int | None = None,
 ) -> None:
-    """Write ``results.json``: the last validation, how it was measured, and what was trained."""
+    """Write ``results.json``: the last validation, how it was measured, and what was trained.
+
+    step: optimizer steps trained, where the trainer at hand has not done so itself.
+    """
     results = {
-        "step": trainer.global_step,
+        "step": trainer.global_step if step is None else step,
         "tokens": module.tokens_seen,
         "tokens_per_second": module.tokens_per_second,
         "seconds_this_start": seconds,
@@ -101,6 +113,14 @@ def write_results(
         "environment": identity["environment"],
     }
     write_atomically(path, to_json(results))
+
+
+def results_step(path: Path) -> int | None:
+    """The optimizer step that a ``results.json`` is of; None where it is missing or damaged."""
+    try:
+        return json.loads(path.read_text())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def to_json(value: Any) -> bytes:

@@ -69,10 +69,14 @@ class WandbMetrics(Logger):
                 )
         self.tags = list(dict.fromkeys(str(tag) for tag in tags or ()))
         self.run_config = run_config or {}
+        resolved = wandb_run.resolve_mode(mode)
+        if resolved == "offline" and rank_zero_only.rank == 0:
+            reason = " (no key found)" if mode == "auto" and not wandb_run.has_key() else ""
+            log.info("wandb: offline%s; send it later with: wandb sync '%s'", reason, self.directory / "wandb")
         self._open = functools.partial(
             wandb_run.open_run, self.directory, project=project, entity=entity, group=group,
             name=name or self.directory.resolve().name,
-            mode=wandb_run.resolve_mode(mode), system_metrics=system_metrics,
+            mode=resolved, system_metrics=system_metrics,
         )  # fmt: skip
         self._feed: _Feed | None = None
 
@@ -182,7 +186,7 @@ class _Feed:
                 self._lost += 1
                 continue
             try:
-                run.log(row, step=number)
+                run.log(row, step=number, commit=True)  # committed at once, not with the next row
                 number += 1
             except Exception as error:
                 if not self._lost:

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from selmodel.data.caching import write_atomically
 from selmodel.errors import UserError
@@ -27,8 +28,14 @@ log = logging.getLogger(__name__)
 MODES = ("auto", "online", "offline", "disabled")
 INIT_SECONDS = 60.0  # for a server to answer when a run is opened
 FINISH_SECONDS = 300.0  # for what is left to arrive at the end; the rest stays on disk for `wandb sync`
+FLUSH_SECONDS = 1.0  # between writes to wandb's file, 15 by default: what it lacks at most after a kill
 LONGEST_TAG = 64  # characters, wandb's limit
 STEP = "trainer/step"  # the x axis of every figure: optimizer steps
+# What runs are compared by, in the recorded config. Counts; memory_loss_eps is a weight, kind the class of attention.
+AXES = (
+    "kind", "n_heads", "n_layers", "head_dim", "d_model", "context_length", "parameters", "attention_parameters",
+    "memory_loss_eps",
+)  # fmt: skip
 HIDDEN = "***"
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -112,9 +119,6 @@ def resolve_mode(mode: str) -> str:
             raise UserError(f"WANDB_MODE={wanted}: must be one of {', '.join(MODES[1:])}, or not set")
         option = f"WANDB_MODE={wanted}"
         mode = wanted or ("online" if has_key() else "offline")
-        if mode == "offline":
-            reason = option if wanted else "no key found"
-            log.info("wandb: %s, logging offline; send it later with `wandb sync`", reason)
     if mode == "online" and not has_key():
         raise UserError(
             f"{option}: no key found in WANDB_API_KEY or ~/.netrc; run `wandb login`, or set logger.wandb.mode=offline"
@@ -130,8 +134,13 @@ def has_key() -> bool:
         entries = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-    return entries.authenticators(host) is not None
+    import wandb
+
+    server = os.environ.get("WANDB_BASE_URL") or wandb.setup().settings.base_url
+    hosts = {urlsplit(server).netloc}
+    if server == wandb.Settings().base_url:  # the public server, under either of its names
+        hosts.add("api.wandb.ai")
+    return any(entries.authenticators(host) is not None for host in hosts)
 
 
 def open_run(
@@ -157,13 +166,14 @@ def open_run(
     Raises:
         Exception: what wandb raises when it cannot begin even offline, such as an ``OSError`` of a full disk.
     """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb's own errors, sent to its makers even when offline
     import wandb
 
     def begin(mode: str) -> Any:
         settings = wandb.Settings(
             init_timeout=INIT_SECONDS,
             finish_timeout=FINISH_SECONDS,
-            silent=mode != "online",
+            silent=True,  # it would print to the terminal what belongs in the log
             console="off",
             host="",
             save_code=False,
@@ -174,6 +184,7 @@ def open_run(
             x_disable_machine_info=not system_metrics,
             x_disable_stats=not system_metrics,
             x_save_requirements=False,
+            x_transaction_log_flush_interval=FLUSH_SECONDS,
         )
         return wandb.init(
             dir=str(directory), id=run_id(directory), resume="allow", reinit="create_new", mode=mode,
@@ -182,7 +193,10 @@ def open_run(
 
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        return begin(mode)
+        run = begin(mode)
+        if mode == "online":
+            log.info("wandb: %s", run.url)
+        return run
     except Exception as error:
         if mode != "online":
             raise
@@ -190,6 +204,7 @@ def open_run(
             "wandb: no run at the server (%s); logging offline below %s, send it later with `wandb sync`",
             _first_line(error), directory / "wandb",
         )  # fmt: skip
+        wandb.teardown()  # its service process holds on to the id of the run that it could not begin
         return begin("offline")
 
 
@@ -198,6 +213,29 @@ def _first_line(error: Exception) -> str:
 
 
 # -- what is sent ---------------------------------------------------------------------------------------------
+
+
+def recorded_config(identity: dict, parameters: dict[str, int]) -> dict:
+    """What is recorded as a run's config: its resolved options, what they came to, and what runs are compared by.
+
+    Args:
+        identity: of the run, as its checkpoints hold it: config, architecture, data, environment.
+        parameters: their numbers, as ``Transformer.n_parameters`` counts them.
+
+    Returns:
+        the options by group; ``architecture``, ``corpus`` and ``environment`` (versions, commit, precision); and at the
+        top, where charts find them, the values named in ``AXES``.
+    """
+    config, architecture = identity["config"], identity["architecture"]
+    facts = {"corpus": identity["data"], "architecture": architecture, "environment": identity["environment"]}
+    axes = {name: architecture[name] for name in AXES if name in architecture}
+    axes |= {
+        "kind": architecture["attention"]["kind"],
+        "parameters": parameters["total"],
+        "attention_parameters": parameters["attention"],
+        "memory_loss_eps": (config["attention"].get("memory_loss") or {}).get("eps", 0.0),
+    }
+    return config | facts | axes
 
 
 def public(value: Any, name: str = "") -> Any:

@@ -178,3 +178,25 @@ def test_top_k_keeps_the_likeliest():
     assert {sample(logits, 1.0, 1.0, generator, top_k=9).item() for _ in range(500)} == {0, 1, 2, 3}
     with pytest.raises(UserError, match="top_k=0"):
         uncached(Successor(), torch.tensor([1]), 1, top_k=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-40, 1e-60, 5e-324])
+def test_any_temperature_above_zero_samples(temperature):
+    """1e-40 overflows float32 when divided by, and below 1e-45 float32 has no number but 0."""
+    logits = torch.tensor([-7.0, 80.0, 79.5, 80.0])
+    generator = torch.Generator().manual_seed(0)
+    assert {sample(logits, temperature, 1.0, generator).item() for _ in range(100)} == {1, 3}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite(temperature, bad):
+    class Diverged(Successor):
+        def __call__(self, tokens, last_only=False):
+            output = super().__call__(tokens)
+            if tokens.shape[1] == 3:
+                output.logits[0, -1, 2] = bad
+            return output
+
+    with pytest.raises(UserError, match="logits after 3 tokens are not finite"):
+        uncached(Diverged(), torch.tensor([1]), 5, temperature=temperature)

@@ -259,3 +259,24 @@ def test_differences_name_both_values():
         "d: None in the checkpoint, absent now",
         "e: absent in the checkpoint, 5 now",
     ]
+
+
+@pytest.mark.parametrize("damage", ["removed", "half written", "of an earlier end"])
+def test_results_that_are_missing_at_the_end_are_written(tmp_path, tiny, damage):
+    """A kill between the last checkpoint and the results leaves a run that is trained and has no figures."""
+    run = tmp_path / "run"
+    expected = train(tiny(run, "trainer.max_steps=6"))
+    results = run / "results.json"
+    content = json.loads(results.read_text())
+    if damage == "removed":
+        results.unlink()
+    elif damage == "half written":
+        results.write_text(results.read_text()[:100])
+    else:
+        results.write_text(json.dumps(content | {"step": 3}))
+    again = train(tiny(run, "trainer.max_steps=6"))
+    assert again.loss == expected.loss
+    written = json.loads(results.read_text())
+    for key in ("step", "tokens", "validation", "best", "protocol", "parameters", "architecture"):
+        assert written[key] == content[key], key
+    assert train(tiny(run, "trainer.max_steps=6")) is None  # there now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ from selmodel.config import plain
 from selmodel.errors import UserError
 from selmodel.training import wandb_metrics, wandb_run
 from selmodel.training.interrupt import Interrupted
-from selmodel.training.run import train
+from selmodel.training.loggers import CSVMetrics
+from selmodel.training.run import _finish_wandb, train
 from selmodel.training.wandb_metrics import WandbMetrics
 from tests.wandb_records import starts
 
@@ -26,7 +28,6 @@ def no_account(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setattr(wandb_run, "INIT_SECONDS", 5.0)
 
 
 def table(path):
@@ -43,8 +44,12 @@ def logged(start):
     return rows
 
 
+def in_any_order(rows):
+    return sorted(sorted(row.items()) for row in rows)
+
+
 def in_files(run, *names):
-    return sorted((row for name in names for row in table(run / f"{name}.csv")), key=repr)
+    return in_any_order(row for name in names for row in table(run / f"{name}.csv"))
 
 
 class StopAt:
@@ -68,8 +73,9 @@ def test_every_row_of_the_files_reaches_wandb_with_its_step(tmp_path, tiny):
     cfg = tiny(run, "logger=wandb", "logger.wandb.tags=[mine]", "trainer.max_steps=6")
     train(cfg)
     (start,) = starts(run)
-    assert sorted(logged(start), key=repr) == in_files(run, "train", "validation")
+    assert in_any_order(logged(start)) == in_files(run, "train", "validation")
     assert [row["_step"] for row in start.rows] == list(range(len(start.rows)))
+    assert start.x_axes == {"*": "trainer/step"}
     assert start.run.run_id == (run / "wandb_id").read_text()
     assert (start.run.display_name, start.run.run_group, list(start.run.tags)) == ("job", "sweep", ["mine"])
     assert start.exit_code == 0
@@ -111,7 +117,7 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, tiny):
     first, second = starts(run)
     assert first.run.run_id == second.run.run_id
     assert second.run.resume
-    assert sorted(logged(first) + logged(second), key=repr) == in_files(run, "train", "validation")
+    assert in_any_order(logged(first) + logged(second)) == in_files(run, "train", "validation")
     numbers = [row["_step"] for start in (first, second) for row in start.rows]
     assert numbers == list(range(len(numbers)))  # wandb drops a row whose number is not above the last one's
     assert second.summary["final/step"] == 7
@@ -131,7 +137,7 @@ def test_steps_trained_again_after_a_kill_are_logged_again(tmp_path, tiny, monke
     numbers = [row["_step"] for start in (first, second) for row in start.rows]
     assert numbers == sorted(set(numbers))
     everything = in_files(run, "train", "validation", "train.overtaken")
-    assert sorted(logged(first) + logged(second), key=repr) == everything
+    assert in_any_order(logged(first) + logged(second)) == everything
 
 
 @pytest.mark.slow
@@ -139,34 +145,34 @@ def test_a_killed_process_leaves_what_it_logged(tmp_path):
     """SIGKILL between two rows: the rows before it are in wandb's file, and the next start numbers its own above."""
     program = """
 import os, signal, sys, time
-from pathlib import Path
 from selmodel.training.loggers import CSVMetrics
 from selmodel.training.wandb_metrics import WandbMetrics
 loggers = [CSVMetrics(sys.argv[1]), WandbMetrics(sys.argv[1], mode="offline")]
-first, last, kill = map(int, sys.argv[2:])
-for step in range(first, last + 1):
+for step in range(1, 9):
     for logger in loggers:
         logger.log_metrics({"train/loss": 1 / step}, step)
-if kill:
-    time.sleep(3)  # wandb's service writes in its own time
-    os.kill(os.getpid(), signal.SIGKILL)
-loggers[1].finish()
+time.sleep(2.5)  # wandb's service begins, and writes every second
+os.kill(os.getpid(), signal.SIGKILL)
 """
-    for arguments in (("1", "8", "1"), ("6", "9", "0")):
-        subprocess.run([sys.executable, "-c", program, str(tmp_path / "run"), *arguments], timeout=60, check=False)
-    first, second = starts(tmp_path / "run")
+    run = tmp_path / "run"
+    killed = subprocess.run([sys.executable, "-c", program, str(run)], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    loggers = [CSVMetrics(run), WandbMetrics(run, mode="offline")]
+    loggers[1].log_graph(None)
+    for step in range(6, 10):
+        for logger in loggers:
+            logger.log_metrics({"train/loss": 1 / step}, step)
+    loggers[1].finish()
+    first, second = starts(run, killed=1)
     assert [row["trainer/step"] for row in first.rows] == list(range(1, 9))
     assert [row["trainer/step"] for row in second.rows] == [6, 7, 8, 9]
     assert [row["_step"] for row in second.rows] == [8, 9, 10, 11]
-    assert second.exit_code == 0
 
 
 def test_a_stopped_run_is_preempted_and_a_failed_one_failed(tmp_path):
     for name, error in (("stopped", Interrupted(15, 3)), ("failed", ValueError())):
         logger = WandbMetrics(tmp_path / name, mode="offline")
         logger.log_metrics({"train/loss": 1.0}, 1)
-        from selmodel.training.run import _finish_wandb
-
         _finish_wandb([logger], error)
     (stopped,), (failed,) = starts(tmp_path / "stopped"), starts(tmp_path / "failed")
     assert (stopped.exit_code, stopped.preempting) == (143, True)
@@ -191,8 +197,11 @@ def test_jobs_of_one_process_do_not_share_a_run_even_after_one_that_never_finish
 
 def test_training_goes_on_with_one_warning_when_wandb_refuses_rows(tmp_path, tiny, monkeypatch, caplog):
     monkeypatch.setattr(wandb.Run, "log", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("broken pipe")))
+    caplog.set_level("INFO", "selmodel")
     train(tiny(tmp_path / "run", "logger=wandb", "trainer.max_steps=4"))
-    warnings = [record.message for record in caplog.records if "wandb" in record.message and record.levelname == "WARNING"]
+    warnings = [
+        record.message for record in caplog.records if "wandb" in record.message and record.levelname == "WARNING"
+    ]
     assert len(warnings) == 1
     assert "broken pipe" in warnings[0]
     assert [row["step"] for row in table(tmp_path / "run" / "train.csv")] == [1, 2, 3, 4]
@@ -209,6 +218,7 @@ def test_training_goes_on_when_no_run_can_be_begun(tmp_path, monkeypatch, caplog
 
 def test_a_server_that_refuses_costs_the_live_view_only(tmp_path, monkeypatch, caplog):
     """Nothing listens at the address: after the time limit the run is written offline, rows of the wait included."""
+    wandb.teardown()  # which makes it read the environment anew
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(wandb_run, "INIT_SECONDS", 1.0)
@@ -219,9 +229,10 @@ def test_a_server_that_refuses_costs_the_live_view_only(tmp_path, monkeypatch, c
     assert time.monotonic() - began < 0.5  # training did not wait
     logger.finish()
     assert "wandb: no run at the server" in caplog.text
-    start = starts(tmp_path / "run")[-1]
+    start = starts(tmp_path / "run", killed=1)[-1]
     assert [row["trainer/step"] for row in start.rows] == [1, 2, 3]
     assert "k" * 40 not in start.text
+    wandb.teardown()
 
 
 def test_training_does_not_wait_for_a_wandb_that_hangs(tmp_path, monkeypatch, caplog):

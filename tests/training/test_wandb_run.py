@@ -36,6 +36,7 @@ def test_with_a_key_auto_is_online(tmp_path, monkeypatch, place):
     else:
         path = tmp_path / "home" / ".netrc" if place == "home" else tmp_path / "other"
         path.parent.mkdir(exist_ok=True)
+        monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
         path.write_text(f"machine api.wandb.ai login user password {'k' * 40}\n")
         path.chmod(0o600)
         if place == "netrc":
