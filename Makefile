@@ -1,15 +1,17 @@
 # make quickstart   a small selective transformer in a few minutes on two CPU cores
 # make test         the tests (and the linter)
+# make slurm-test   the cluster's commands on a real SLURM, started for it on this machine
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: help quickstart install install-dev test lint format clean
+.PHONY: help quickstart install install-dev install-cluster test slurm-test lint format clean
 
 help:
 	@echo "make quickstart   build $(VENV) and train a small selective transformer (a few minutes, CPU)"
 	@echo "make test         build $(VENV) with the dev extra and run the linter and the tests; ARGS='-k name' selects"
+	@echo "make slurm-test   start a SLURM on this machine (as root) and test submission, preemption and sweeps on it"
 	@echo "make install      only build $(VENV)"
 	@echo "make format       format and fix the code"
 	@echo "make clean        remove $(VENV)"
@@ -20,6 +22,10 @@ quickstart: install
 # Two test processes of one thread each: more threads than cores slow small models down many times.
 test: lint
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 $(ARGS)
+
+# Skips with the reason where no SLURM can be started.
+slurm-test: install-cluster
+	SELMODEL_SLURM_TEST=1 $(RUN) -m pytest -rs --timeout 900 tests/slurm $(ARGS)
 
 lint: install-dev
 	$(RUN) -m ruff check .
@@ -41,6 +47,9 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "error: $(PYTHON) cannot make virtual environments (Debian: install python3-venv)"; exit 2; }
 	@touch $@
+
+install-cluster: install-dev
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[dev,cluster]'
 
 # The lock file holds every version, also those of dependencies; pyproject.toml says which are needed.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml requirements.lock

@@ -35,6 +35,16 @@ class GridSweeper(BasicSweeper):
         self._directory = Path()
         self._listed = False
 
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from selmodel.sweep.submission import is_slurm, set_defaults
+
+        # Before the launcher is made, which reads both.
+        self.hydra_context, self.config = hydra_context, config
+        self._name_folders(list(config.hydra.overrides.task))
+        if is_slurm(config.hydra.launcher):
+            set_defaults(config.hydra.launcher)
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
     def sweep(self, arguments: list[str]) -> Any:
         from selmodel.errors import UserError
         from selmodel.evaluation.run import check_report
@@ -44,16 +54,15 @@ class GridSweeper(BasicSweeper):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         check_parallel(self.config.sweep.parallel)
         check_report(self.config.sweep.report, "sweep.report")
-        self._name_folders(arguments)
         failure = None
         try:
             super().sweep(arguments)
         except UserError as error:
             failure = error
-        except Exception as error:
+        except Exception as error:  # a job's, told of below from its folder; or the launcher's
             failure = error
-            if self._listed:
-                log.debug("a job raised %r", error)
+            if type(error).__name__ == "FailedJobError":  # submitit's, when sbatch refuses
+                failure = UserError(f"hydra/launcher=submitit_slurm: {str(error).strip()}")
         finally:
             # Also after a signal, which passes through as Interrupted.
             states = sweep_status(self._directory) if self._listed else []
@@ -111,14 +120,28 @@ class GridSweeper(BasicSweeper):
 
     def get_job_batch(self) -> Sequence[Sequence[str]]:
         """The jobs, composed once to find mistakes, put on the sweep's list, each with its folder's name."""
-        from selmodel.sweep.grid import make_jobs, write_manifest
+        from selmodel.sweep.grid import key_of, make_jobs, write_manifest
+        from selmodel.sweep.submission import check_submission, is_slurm, prepare
 
         batch = super().get_job_batch()
         jobs = make_jobs(batch, self._axes)
         self.validate_batch_is_legal(batch)
+        if is_slurm(self.config.hydra.launcher):
+            configs = [self._config_of(job) for job in jobs]
+            typed = {key_of(override) for override in self.config.hydra.overrides.hydra}
+            check_submission(self.config.hydra.launcher, typed, self._directory, jobs, configs)
+            prepare(configs)
         write_manifest(self._directory, jobs)
         self._listed = True
         return [[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in jobs]
+
+    def _config_of(self, job: Any) -> DictConfig:
+        """A job's configuration, without Hydra's own part."""
+        cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(job.overrides))
+        with open_dict(cfg):
+            del cfg["hydra"]
+            cfg.runs_root, cfg.run_dir = str(self._directory), str(self._directory / job.name)
+        return cfg
 
 
 class ProcessLauncher(Launcher):

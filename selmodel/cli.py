@@ -79,6 +79,7 @@ def _job(task: Callable[[DictConfig], object], texts: Mapping[str, str]) -> Call
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> object:
+        register_resolvers()  # a launcher's process on another node has not come through main
         if rank_zero_only.rank != 0:  # one process speaks for all
             logging.getLogger("selmodel").setLevel(logging.WARNING)
         for name, text in texts.items():
