@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -230,6 +231,11 @@ class Transformer(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") * std)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether its weights are shared out over several devices (FSDP2)."""
+        return isinstance(self, FSDPModule)
+
+    @property
     def memory_loss_eps(self) -> float:
         """Weight of the memory loss that the attention asks for; 0 means that it is off."""
         return self.blocks[0].attention.memory_loss_eps
@@ -245,7 +251,8 @@ class Transformer(nn.Module):
         for layer in layers:
             layer.record_statistics, layer.statistics = True, None
         try:
-            self.forward(tokens, document_ids)
+            # Through its hooks, which fetch the weights, where they are shared out.
+            (self if self.is_sharded else self.forward)(tokens, document_ids)
             statistics = [layer.statistics for layer in layers]
         finally:
             for layer in layers:

@@ -101,12 +101,15 @@ class AccuracyByLength(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         data = trainer.datamodule
-        if trainer.global_step < trainer.max_steps or not trainer.is_global_zero:
+        if trainer.global_step < trainer.max_steps:
             return
         training = module.training
         module.eval()
+        # On every process, since all are needed where weights are shared out.
         results = accuracy_by_length(module.model, data, data.lengths)
         module.train(training)
+        if not trainer.is_global_zero:
+            return
         write(Path(trainer.log_dir) / FILE, results, data, trainer.global_step)
         for line in ["", *table(results, data)]:
             log.info(line)

@@ -34,7 +34,10 @@ class TextStream:
         text = self._pending()
         if text.endswith(REPLACEMENT):
             return ""
-        self._context, self._shown_ids = self._shown_ids, len(self._ids)
+        if text:
+            # Tokens without a text of their own (<BOS>, bytes held back) do not say where a space belongs.
+            self._context = self._shown_ids
+        self._shown_ids = len(self._ids)
         return text
 
     def flush(self) -> str:

@@ -42,9 +42,9 @@ class SlurmJob:
     """The batch job that this process runs in.
 
     Attributes:
-        job_id: its own, also of an element of an array.
+        job_id: its own.
         name: as given by ``--job-name``, or the script's.
-        array: "MASTER_INDEX" of an array's element, for messages; None otherwise.
+        array: "MASTER_INDEX" of an array's element; None otherwise.
         restarts: how often it has been requeued.
         in_step: started by ``srun``, as one of ``n_tasks`` processes, the ``rank``-th.
     """
@@ -56,6 +56,14 @@ class SlurmJob:
     in_step: bool
     n_tasks: int
     rank: int
+
+    @property
+    def target(self) -> str:
+        """What names this job alone to SLURM's commands.
+
+        One element of every array has the id of the whole array as its own, by which all elements would be requeued.
+        """
+        return self.array or self.job_id
 
     @property
     def label(self) -> str:
@@ -135,14 +143,14 @@ def requeue(job: SlurmJob) -> bool:
     A job that SLURM is ending for another reason, such as ``scancel``, is left alone. Returns whether it was requeued,
     or SLURM has done so itself.
     """
-    state = job_state(job.job_id)
+    state = job_state(job.target)
     if state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         log.info("%s: is in the queue again", job.label)
         return True
     if state not in (None, "RUNNING", "PREEMPTED", "SUSPENDED"):
         log.info("%s: is %s, so it is not requeued", job.label, state)
         return False
-    result = _ask(["scontrol", "requeue", job.job_id])
+    result = _ask(["scontrol", "requeue", job.target])
     if result is None or result.returncode != 0:
         reason = "scontrol was not found" if result is None else result.stderr.strip()
         log.warning("%s: could not be requeued: %s; submit it again, it goes on from its checkpoint", job.label, reason)

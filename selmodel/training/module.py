@@ -17,6 +17,8 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from selmodel.attention import selection
 from selmodel.errors import UserError
@@ -74,6 +76,15 @@ class LanguageModel(L.LightningModule):
             # In place: unlike torch.compile(model), it leaves no "_orig_mod." in the names of a checkpoint.
             self.model.compile()
 
+    def configure_model(self) -> None:
+        """Share the weights out where the strategy asks for it (``trainer=fsdp``): block by block, then the rest."""
+        if self.device_mesh is None or self.model.is_sharded:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
     # -- optimizer ------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -124,6 +135,7 @@ class LanguageModel(L.LightningModule):
         self.timer.mark("forward_backward")
 
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.gradient_clip or math.inf)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self.optim.lr_at(step)
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -97,7 +97,7 @@ def _refuse_another_machines(run_dir: Path) -> None:
 def _is_this_job(note: dict[str, Any]) -> bool:
     """Whether the note is of an earlier start of this very job, which was requeued to another node."""
     job = slurm_job()
-    return job is not None and str(note.get("job_id")) == job.job_id
+    return job is not None and str(note.get("job_id")) == job.target
 
 
 def _who(note: dict[str, Any]) -> str:
@@ -113,7 +113,7 @@ def _note(run_dir: Path) -> Iterator[None]:
     content = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "job_id": None if job is None else job.job_id,
+        "job_id": None if job is None else job.target,
         "began": time.time(),
     }
 

@@ -107,7 +107,8 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
             _finish_wandb(wandb, sys.exc_info()[1])
         if trainer.is_global_zero:
             write_results(run_dir / RESULTS, module, trainer, writer, identity, time.monotonic() - started)
-            sample = None if cfg.sample is None else build(cfg.sample)
+            # Where weights are shared out, one process alone cannot generate.
+            sample = None if cfg.sample is None or model.is_sharded else build(cfg.sample)
             print_summary(run_dir, module, tokenizer, trainer, sample, cfg.seed)
     return module.validation
 

@@ -160,6 +160,11 @@ def build_trainer(cfg: DictConfig, *, callbacks: list, loggers: list) -> L.Train
     if fault := check_tasks(slurm_job(), devices=count_devices(options), num_nodes=options.get("num_nodes") or 1):
         raise UserError(fault)
     options.pop("_target_", None)
+    if isinstance(options.get("strategy"), dict):
+        filled = {}
+        if options["strategy"].get("data_parallel_size", 0) is None:  # Lightning's own "auto" counts nodes alone
+            filled["data_parallel_size"] = count_devices(options) * int(options.get("num_nodes") or 1)
+        options["strategy"] = build(cfg.trainer.strategy, **filled)
     try:
         return L.Trainer(**options)
     except Exception as error:  # of many kinds; each says which option does not fit

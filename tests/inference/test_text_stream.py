@@ -85,3 +85,10 @@ def test_sentencepiece_pieces_together_are_the_text(tmp_path):
     for text in (*HARD.values(), "the people said"):
         ids = tokenizer.encode(text).tolist()
         assert "".join(pieces_of(tokenizer, ids)) == text
+
+
+def test_a_token_without_text_does_not_swallow_the_space_after_it():
+    tokenizer = TaskTokenizer().build(Parity())
+    ids = [0, *tokenizer.encode("1 odd").tolist(), 1, *tokenizer.encode("0 odd").tolist()]
+    assert pieces_of(tokenizer, ids) == ["", "1", " odd", "", " 0", " odd", ""]
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)

@@ -155,9 +155,16 @@ def slurm(tmp_path, monkeypatch):
 
 def test_a_running_job_is_requeued_by_its_own_id(slurm):
     slurm()
-    array = SlurmJob("41", "train", "40_3", restarts=0, in_step=True, n_tasks=1, rank=0)
-    assert requeue(array)
+    assert requeue(JOB)
     assert slurm.asked()[-1] == "scontrol requeue 41"
+
+
+def test_of_an_array_one_element_is_asked_for_and_requeued(slurm):
+    """The element whose own id is that of the whole array must not take the others with it."""
+    slurm()
+    assert requeue(SlurmJob("40", "train", "40_3", restarts=0, in_step=True, n_tasks=1, rank=0))
+    assert [line.split()[-1] for line in slurm.asked()] == ["--format=%T", "40_3"]
+    assert "--jobs=40_3" in slurm.asked()[0]
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "FAILED", "COMPLETED", "TIMEOUT"])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from selmodel.training.checkpoint import read_checkpoint
 from tests.conftest import TINY
@@ -24,10 +25,12 @@ def command(tmp_path, corpus, cache_dir):
     """Runs train.py in processes of its own."""
 
     def command(run_dir: Path, *arguments: str) -> str:
+        typed = (*TINY, f"data.root={corpus}", f"cache_dir={cache_dir}", f"run_dir={run_dir}", "trainer.max_steps=12")
+        # Hydra refuses a group that is chosen twice.
+        options = {option.split("=")[0]: option for option in (*typed, *arguments)}
         result = subprocess.run(
             [
-                sys.executable, str(ROOT / "train.py"), *TINY, f"data.root={corpus}", f"cache_dir={cache_dir}",
-                f"run_dir={run_dir}", "trainer.max_steps=12", *arguments,
+                sys.executable, str(ROOT / "train.py"), *options.values(),
             ],
             cwd=tmp_path, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -81,3 +84,26 @@ def test_a_number_of_devices_that_does_not_divide_the_streams(tmp_path, corpus, 
     assert result.returncode != 0
     assert "data.streams" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_shared_out_weights_are_the_same_run_and_it_may_move(tmp_path, command):
+    """FSDP on two processes against one: the same losses, and whole checkpoints that either goes on from."""
+    sharded = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=2")
+    command(tmp_path / "one", "attention=selective")
+    command(tmp_path / "two", "attention=selective", *sharded)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+    schedule = ("attention=selective", "optim.schedule_steps=12")
+    command(tmp_path / "moved", *schedule, "trainer.max_steps=5", *sharded)
+    command(tmp_path / "moved", *schedule, "trainer.max_steps=10")
+    command(tmp_path / "moved", *schedule, *sharded)
+    assert_same_run(tmp_path / "one", tmp_path / "moved")
+    checkpoints = [read_checkpoint(tmp_path / name / "last.ckpt") for name in ("one", "two")]
+    # Adam divides by the gradient's size, so where that is nearly 0 roundings show.
+    for key, weight in checkpoints[0]["state_dict"].items():
+        torch.testing.assert_close(checkpoints[1]["state_dict"][key], weight, rtol=1e-3, atol=1e-4)
+    states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in checkpoints]
+    assert states[0].keys() == states[1].keys()
+    for key, state in states[0].items():
+        torch.testing.assert_close(states[1][key]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-7)
