@@ -175,9 +175,21 @@ def budget_search(cfg: DictConfig) -> dict[str, Any]:
     }
     write_atomically(output, to_json(content))
     partial.unlink(missing_ok=True)
+    _add_to_wandb(run, output)
     for line in _lines(content, output):
         log.info(line)
     return content
+
+
+def _add_to_wandb(run: TrainedRun, output: Path) -> None:
+    """Keep the budgets with the run at Weights & Biases, if it was trained with it; what is in the way is said."""
+    from selmodel.report.upload import log_artifacts, wandb_options
+
+    try:
+        if wandb_options(run.path.parent) is not None:
+            log_artifacts(run.path.parent, [output])
+    except Exception as error:  # of a library and a service; the file is there
+        log.warning("%s was not added to wandb: %s", output.name, error)
 
 
 def _search(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from selmodel.report.equivalent import equivalent_range
+from selmodel.report.equivalent import Equivalent, equivalent_range
 from selmodel.report.figures import Plot, Series, line_figure
 from selmodel.report.runs import Run, check_comparable
 from selmodel.report.shared import (
@@ -28,25 +28,46 @@ def perplexity_vs_heads(runs: list[Run]) -> Report:
     """Perplexity by heads for both kinds, and the standard heads that each selective one is worth."""
     check_comparable(runs, ("model.n_heads", "model.n_kv_heads", *DEPTH))
     depths = sorted({setting(run, "n_layers") for run in runs})
-    series, rows = [], []
+    series, rows, summary = [], [], {}
     for variant, depth in enumerate(reversed(depths)):
         here = [run for run in runs if setting(run, "n_layers") == depth]
         for kind, group in by_kind(here):
             label = kind if len(depths) == 1 else f"{kind}, {depth} layers"
             series.append(Series(label, points_of(group, "n_heads", lambda run: run.perplexity), kind, variant))
-        rows += _heads_rows(here, depth)
+        equivalents = _equivalents(here)
+        rows += _heads_rows(here, depth, equivalents)
+        for run in here:
+            if run.attention == "selective" and (found := equivalents.get(setting(run, "n_heads"))):
+                inside = 0 < found[0].heads < math.inf
+                summary[run.directory] = {"equivalent_heads": found[0].heads if inside else str(found[0])}
     plot = Plot(
         "Perplexity by number of heads",
         f"heads of {setting(runs[0], 'head_dim')} features (d_model stays)",
         "validation perplexity",
         protocol(runs),
     )
-    return Report("perplexity_vs_heads", runs, rows, line_figure(plot, series), notes_on(runs))
+    figure = line_figure(plot, series)
+    return Report("perplexity_vs_heads", runs, rows, figure, notes_on(runs), summary=summary)
 
 
-def _heads_rows(runs: Sequence[Run], depth: int) -> list[dict[str, Any]]:
+def _losses(runs: Sequence[Run]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """Losses by heads, of standard and of selective runs."""
     losses = {kind: points_of(group, "n_heads", lambda run: run.loss) for kind, group in by_kind(runs)}
-    standard, selective = losses.get("standard", {}), losses.get("selective", {})
+    return losses.get("standard", {}), losses.get("selective", {})
+
+
+def _equivalents(runs: Sequence[Run]) -> dict[int, tuple[Equivalent, Equivalent, Equivalent]]:
+    """(of the means, least, most) equivalent standard heads, by selective heads."""
+    standard, selective = _losses(runs)
+    if not standard:
+        return {}
+    return {heads: equivalent_range(standard, values) for heads, values in selective.items()}
+
+
+def _heads_rows(
+    runs: Sequence[Run], depth: int, equivalents: Mapping[int, tuple[Equivalent, Equivalent, Equivalent]]
+) -> list[dict[str, Any]]:
+    standard, selective = _losses(runs)
     rows = []
     for heads in sorted({*standard, *selective}):
         one: dict[str, Any] = {"layers": depth, "heads": heads}
@@ -55,8 +76,8 @@ def _heads_rows(runs: Sequence[Run], depth: int) -> list[dict[str, Any]]:
             one[f"{kind} loss"] = spread(found, 4) if found else "-"
             one[f"{kind} perplexity"] = spread([math.exp(loss) for loss in found], 2) if found else "-"
         one["equivalent standard heads"] = one["range over seeds"] = one["attention parameter ratio"] = "-"
-        if standard and heads in selective:
-            mean, least, most = equivalent_range(standard, selective[heads])
+        if heads in equivalents:
+            mean, least, most = equivalents[heads]
             one["equivalent standard heads"] = str(mean)
             several = max(len(selective[heads]), *(len(v) for v in standard.values())) > 1
             one["range over seeds"] = f"{least} to {most}" if several else "one seed"

@@ -15,6 +15,7 @@ from selmodel.report.measured import memory, task_accuracy
 from selmodel.report.runs import Run, read_sweep
 from selmodel.report.shared import Report, protocol
 from selmodel.report.tables import row, to_csv, to_lines, to_markdown
+from selmodel.report.upload import log_report
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def write_report(name: str, directory: Path) -> list[Path]:
         missing = [*missing, *report.notes]
         if report.rows:
             files = _write(report, directory / FOLDER)
+            missing += _send(report, directory, files)
             lines += ["", *to_lines(report.rows)]
     if missing:
         lines += ["", *missing]
@@ -61,6 +63,15 @@ def _write(report: Report, folder: Path) -> list[Path]:
     write_atomically(markdown, text.encode())
     figures = [] if report.figure is None else save(report.figure, folder / report.name)
     return [csv, markdown, *figures]
+
+
+def _send(report: Report, directory: Path, files: Sequence[Path]) -> list[str]:
+    """Add the report to Weights & Biases where its runs were trained with it; what is in the way is returned."""
+    try:
+        log_report(directory, files, runs=[run.directory for run in report.runs], figures=report.summary)
+    except Exception as error:  # of a library and a service; the files are there
+        return [f"not added to wandb: {error}"]
+    return []
 
 
 def write_all(directory: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -35,6 +36,7 @@ class Report:
         figure: or None where there is nothing to draw.
         notes: what a reader has to know, a line each.
         table: rows of the CSV; None: a row for each run.
+        summary: figures of single runs that follow from the comparison, by their directory.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Report:
     figure: Figure | None
     notes: list[str] = field(default_factory=list)
     table: list[dict[str, Any]] | None = None
+    summary: dict[Path, dict[str, float | str]] = field(default_factory=dict)
 
 
 def by_kind(runs: Iterable[Run]) -> list[tuple[str, list[Run]]]:
