@@ -25,6 +25,7 @@ test: lint
 
 # Skips with the reason where no SLURM can be started.
 slurm-test: install-cluster
+	slurm/cluster/install.sh
 	SELMODEL_SLURM_TEST=1 $(RUN) -m pytest -rs --timeout 900 tests/slurm $(ARGS)
 
 lint: install-dev
