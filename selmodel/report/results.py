@@ -81,7 +81,7 @@ def equivalent(folder: Path) -> list[str]:
     rows = read_table(folder, "perplexity_vs_heads")
     if not _pairs(rows):
         return ["Not run."]
-    table = []
+    table, curves = [], {}
     for depth in sorted({int(row["n_layers"]) for row in rows}):
         losses: dict[str, dict[int, list[float]]] = {"standard": {}, "selective": {}}
         for row in rows:
@@ -89,6 +89,7 @@ def equivalent(folder: Path) -> list[str]:
                 losses[row["attention"]].setdefault(int(row["n_heads"]), []).append(float(row["loss"]))
         if not losses["standard"]:
             continue
+        curves[depth] = losses["standard"]
         for heads, values in sorted(losses["selective"].items()):
             mean, least, most = equivalent_range(losses["standard"], values)
             inside = 0 < mean.heads < math.inf
@@ -101,11 +102,26 @@ def equivalent(folder: Path) -> list[str]:
                     "ratio": f"{mean.heads / heads:.2f}" if inside else "-",
                 }
             )
+    flat = [
+        f"With {depth} layers the standard loss changes by {_range_of_means(losses):.3f} nats over the heads measured, "
+        f"and by up to {_largest_spread(losses):.3f} between seeds."
+        for depth, losses in curves.items()
+    ]
     return [
         "The paper: about twice the heads, and so twice the parameters of attention. Here, by interpolation of the "
         "loss in the logarithm of heads, nothing extrapolated; the range takes the seeds at their most unlike.",
         to_markdown(table),
+        *flat,
     ]
+
+
+def _range_of_means(losses: dict[int, list[float]]) -> float:
+    means = [_mean(values) for values in losses.values()]
+    return max(means) - min(means)
+
+
+def _largest_spread(losses: dict[int, list[float]]) -> float:
+    return max(max(values) - min(values) for values in losses.values())
 
 
 def memory_factors(folder: Path) -> list[str]:

@@ -153,7 +153,10 @@ def make_plan(cfg: DictConfig, run_dir: Path) -> Plan:
         autocast=AUTOCAST.get(precision),
         document_mask=bool(cfg.data.get("document_mask", False)),
     )
-    weights = memory.parts["weights"]
+    checkpoint = memory.parts["weights"] + memory.parts["optimizer"]
+    strategy = trainer.get("strategy")
+    if isinstance(strategy, dict) and strategy["_target_"].endswith(".FullySharded"):
+        memory = _shared_out(memory, devices)
     parent = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     return Plan(
         model=model,
@@ -167,7 +170,7 @@ def make_plan(cfg: DictConfig, run_dir: Path) -> Plan:
         steps=cfg.trainer.max_steps,
         memory=memory,
         memory_free=_memory_free(trainer),
-        checkpoint=weights + memory.parts["optimizer"],
+        checkpoint=checkpoint,
         disk_free=shutil.disk_usage(parent).free,
     )
 
@@ -176,6 +179,16 @@ def print_plan(cfg: DictConfig, run_dir: Path) -> None:
     """Write the plan's screen to the log."""
     for line in make_plan(cfg, run_dir).lines():
         log.info(line)
+
+
+def _shared_out(memory: StepMemory, devices: int) -> StepMemory:
+    """The memory of a device where weights, gradients and optimizer are shared out (FSDP).
+
+    What it fetches of the others' weights for the layer at work is not counted.
+    """
+    shared = ("weights", "gradients", "optimizer")
+    parts = {part: -(-size // devices) if part in shared else size for part, size in memory.parts.items()}
+    return StepMemory(parts)
 
 
 def _vocabulary(cfg: DictConfig) -> tuple[int, str]:

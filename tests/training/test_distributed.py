@@ -25,7 +25,7 @@ def command(tmp_path, corpus, cache_dir):
     """Runs train.py in processes of its own."""
 
     def command(run_dir: Path, *arguments: str) -> str:
-        typed = (*TINY, f"data.root={corpus}", f"cache_dir={cache_dir}", f"run_dir={run_dir}", "trainer.max_steps=12")
+        typed = (*TINY, f"data.root={corpus}", f"cache_dir={cache_dir}", f"run_dir={run_dir}", "trainer.max_steps=50")
         # Hydra refuses a group that is chosen twice.
         options = {option.split("=")[0]: option for option in (*typed, *arguments)}
         result = subprocess.run(
@@ -63,10 +63,10 @@ def test_two_processes_are_one_run_and_it_may_move_between_them(tmp_path, comman
     assert printed.count("run directory") == 1  # one process speaks
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
-    # on two processes to step 5, on one to step 10, on two to the end
-    schedule = "optim.schedule_steps=12"
-    command(tmp_path / "moved", schedule, "trainer.max_steps=5", "trainer.devices=2")
-    command(tmp_path / "moved", schedule, "trainer.max_steps=10")
+    # on two processes to step 20, on one to step 35, on two to the end
+    schedule = "optim.schedule_steps=50"
+    command(tmp_path / "moved", schedule, "trainer.max_steps=20", "trainer.devices=2")
+    command(tmp_path / "moved", schedule, "trainer.max_steps=35")
     command(tmp_path / "moved", schedule, "trainer.devices=2", "data.workers=1")
     assert_same_run(tmp_path / "one", tmp_path / "moved")
     assert len(read_checkpoint(tmp_path / "moved" / "last.ckpt")["random"]) == 2
@@ -94,9 +94,9 @@ def test_shared_out_weights_are_the_same_run_and_it_may_move(tmp_path, command):
     command(tmp_path / "two", "attention=selective", *sharded)
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
-    schedule = ("attention=selective", "optim.schedule_steps=12")
-    command(tmp_path / "moved", *schedule, "trainer.max_steps=5", *sharded)
-    command(tmp_path / "moved", *schedule, "trainer.max_steps=10")
+    schedule = ("attention=selective", "optim.schedule_steps=50")
+    command(tmp_path / "moved", *schedule, "trainer.max_steps=20", *sharded)
+    command(tmp_path / "moved", *schedule, "trainer.max_steps=35")
     command(tmp_path / "moved", *schedule, *sharded)
     assert_same_run(tmp_path / "one", tmp_path / "moved")
     checkpoints = [read_checkpoint(tmp_path / name / "last.ckpt") for name in ("one", "two")]

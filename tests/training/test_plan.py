@@ -7,11 +7,14 @@ import subprocess
 import sys
 from functools import partial
 
+import hydra
 import pytest
 import torch
+from omegaconf import OmegaConf, open_dict
 
 from selmodel.attention.selective import SelectiveAttention
 from selmodel.attention.standard import StandardAttention
+from selmodel.cli import CONFIGS
 from selmodel.errors import UserError
 from selmodel.model import Transformer
 from selmodel.training.memory import PARTS, step_memory
@@ -202,3 +205,18 @@ def test_memory_of_a_container_is_its_limit(tmp_path):
 def test_devices_must_share_the_batch(tiny, tmp_path):
     with pytest.raises(UserError, match=r"data\.batch_size=8 with 3 devices"):
         make_plan(tiny(tmp_path / "run", "trainer.devices=3"), tmp_path / "run")
+
+
+def test_shared_out_weights_take_less_of_each_device(tiny, tmp_path):
+    options = ("micro_batch_tokens=32", "trainer.devices=2")
+    plain = make_plan(tiny(tmp_path / "run", *options), tmp_path / "run")
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        strategy = OmegaConf.to_container(hydra.compose("train", ["trainer=fsdp"]).trainer.strategy)
+    cfg = tiny(tmp_path / "run", *options)
+    with open_dict(cfg):
+        cfg.trainer.strategy = strategy
+    shared = make_plan(cfg, tmp_path / "run")
+    for part in ("weights", "optimizer", "gradients"):
+        assert shared.memory.parts[part] == -(-plain.memory.parts[part] // 2)
+    assert shared.memory.parts["mlp"] == plain.memory.parts["mlp"]
+    assert shared.checkpoint == plain.checkpoint  # whole files
