@@ -5,6 +5,7 @@ The work is done in selmodel.sweep.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,8 @@ class GridSweeper(BasicSweeper):
             if type(error).__name__ == "FailedJobError":  # submitit's, when sbatch refuses
                 failure = UserError(f"hydra/launcher=submitit_slurm: {str(error).strip()}")
         finally:
+            if not self._listed:
+                self._leave_no_trace()
             # Also after a signal, which passes through as Interrupted.
             states = sweep_status(self._directory) if self._listed else []
             if states:
@@ -76,6 +79,14 @@ class GridSweeper(BasicSweeper):
             raise UserError("\n".join([count, *failed])) from failure
         if failure is not None:
             raise failure
+
+    def _leave_no_trace(self) -> None:
+        """Of a sweep that was refused: remove the folder that Hydra has made for it, unless it holds more."""
+        with contextlib.suppress(OSError):
+            if {path.name for path in self._directory.iterdir()} == {"multirun.yaml"}:
+                (self._directory / "multirun.yaml").unlink()
+                self._directory.rmdir()
+                self._directory.parent.rmdir()  # only if it is empty
 
     def _report(self) -> None:
         """The report that the sweep is for, where one is named; what stands in its way fails no sweep."""

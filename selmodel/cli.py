@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -43,8 +44,10 @@ def main(task: Callable[[DictConfig], object], config_name: str, *, literal: Seq
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     _quieten()
     texts = take_literals(sys.argv, literal)
+    helping = {"--help", "-h"} & set(sys.argv[1:])
     try:
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(_job(task, texts))()
+        with _without_internals() if helping else contextlib.nullcontext():
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(_job(task, texts))()
     except UserError as error:
         _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
@@ -56,6 +59,23 @@ def main(task: Callable[[DictConfig], object], config_name: str, *, literal: Seq
     except Interrupted as error:
         print(f"{error}; the same command goes on from there", file=sys.stderr)
         sys.exit(128 + error.signal)
+
+
+@contextlib.contextmanager
+def _without_internals() -> Iterator[None]:
+    """Leave out of Hydra's help the files that others are made of, whose names begin with an underscore."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            yield
+    finally:
+        for line in shown.getvalue().splitlines():
+            group, colon, choices = line.partition(": ")
+            if colon and re.fullmatch(r"[\w/]+", group) and (CONFIGS / group).is_dir():
+                if any(part.startswith("_") for part in group.split("/")):
+                    continue
+                line = f"{group}: {', '.join(one for one in choices.split(', ') if not one.startswith('_'))}"
+            print(line)
 
 
 def take_literals(arguments: list[str], names: Sequence[str]) -> dict[str, str]:

@@ -237,3 +237,40 @@ def test_a_signal_stops_a_whole_sweep(tmp_path, corpus, cache_dir):
     assert len(list(tmp_path.glob("multirun/*/*/"))) == 1  # the other job never began
     assert len(list(tmp_path.glob("multirun/*/*/last.ckpt"))) == 1
     assert "1 stopped, 1 waiting" in output
+
+
+def test_help_lists_what_can_be_chosen_and_nothing_else(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(train, "train")
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert "data: c4, copy, docstrings, local, parity, tokens, variable_assignment" in lines
+    assert any(line.startswith("experiment/perplexity_vs_heads: mini") for line in lines)
+    assert not any("_module" in line or "_task" in line or "_size" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention=standard,selectve"], "did you mean selective?"),
+        (["data=docstrings"], "-m: nothing varies"),
+        (["seed=0,1", "sweep.parallel=0"], "sweep.parallel=0: expected a whole number"),
+        (["seed=0,1", "sweep.report=heads"], "sweep.report=heads: no such report"),
+        (["data.workers=0,1"], "a sweep over data.workers: does not change what a run computes"),
+        (["seed=0,1", "hydra/launcher=submitit"], "hydra/launcher"),
+    ],
+)
+def test_a_sweep_that_is_refused_leaves_nothing(run, tmp_path, arguments, message):
+    status, err = run("train.py", "-m", *arguments)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_whose_examples_do_not_fit_the_context(run):
+    status, err = run("train.py", "data=variable_assignment", "model.context_length=64")
+    assert status == 2
+    assert "model.context_length=64: an example of length 128" in err

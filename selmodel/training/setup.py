@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from selmodel.config import build, check_options, check_scalars, plain
 from selmodel.data.datamodule import DataModule
 from selmodel.data.sources import Source
+from selmodel.data.tasks import Task
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.training.checkpoint import AtomicCheckpointIO
@@ -63,7 +64,7 @@ def check_config(cfg: DictConfig) -> None:
         lambda: check_trainer(plain(cfg.trainer)),
         lambda: build(cfg.optim),
         lambda: _check_model(cfg, vocab_size),
-        lambda: build(cfg.data, source=None, tokenizer=None),
+        lambda: build(cfg.data, source=_task(cfg), tokenizer=None),
         lambda: build(cfg.data.source),
         lambda: build(cfg.tokenizer),
         lambda: build(cfg.callbacks.checkpoint, directory=".", identity=dict),
@@ -77,6 +78,15 @@ def check_config(cfg: DictConfig) -> None:
             faults.append(str(error))
     if faults:
         raise UserError("\n".join(faults))
+
+
+def _task(cfg: DictConfig) -> Task | None:
+    """The synthetic task of the data, whose lengths the context must hold; None for a corpus."""
+    try:
+        source = build(cfg.data.source)
+    except UserError:  # has a check of its own
+        return None
+    return source if isinstance(source, Task) else None
 
 
 def _entry_faults(cfg: DictConfig) -> list[str]:
