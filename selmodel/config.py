@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from selmodel.naming import run_name
 
 TRAIN_KEYS = (
     "attention", "model", "data", "tokenizer", "optim", "trainer", "logger", "callbacks", "seed", "runs_root",
-    "run_dir", "resume", "cache_dir", "micro_batch_tokens", "compile", "sample", "plan", "sweep",
+    "run_dir", "resume", "cache_dir", "micro_batch_tokens", "compile", "sample", "plan", "sweep", "guards",
 )  # fmt: skip
 
 # Constructor parameters that the program fills in itself, so that no option can set them.
@@ -35,11 +36,17 @@ _FILLED_IN = {
 
 
 def register_resolvers() -> None:
-    """Make the functions that configurations use known to Hydra; call before composing.
+    """Make the functions and plugins that configurations use known to Hydra; call before composing.
 
     ``${run_name:}``: the run's name from what was typed. ``${expand_user:PATH}``. ``${sequences:TOKENS,CONTEXT}``: how
     many sequences of a context hold so many tokens. ``${product:A,B}``.
     """
+    # Beside configs/, and on the path already where a script of that folder was started.
+    root = str(Path(__file__).resolve().parent.parent)
+    if root not in sys.path:
+        sys.path.append(root)
+    import hydra_plugins.selmodel_sweep  # noqa: F401 - registers the sweeper and the launcher
+
     OmegaConf.register_new_resolver("sequences", _sequences, replace=True)
     OmegaConf.register_new_resolver("product", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("expand_user", lambda path: str(Path(path).expanduser()), replace=True)

@@ -16,6 +16,7 @@ _WITHOUT_EFFECT = (
     "callbacks",
     "sample",
     "plan",
+    "guards",
     "sweep",
     "trainer",
     "data.workers",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -24,6 +25,7 @@ from selmodel.attention import selection
 from selmodel.errors import UserError
 from selmodel.evaluation.perplexity import ValidationResult, ValidationSums
 from selmodel.model import Transformer
+from selmodel.training.guards import Guards, without_update
 from selmodel.training.losses import loss_sum, token_losses
 from selmodel.training.optim import AdamW
 from selmodel.training.throughput import StepTimer, peak_flops, peak_memory_gib
@@ -48,6 +50,7 @@ class LanguageModel(L.LightningModule):
         micro_batch_tokens: largest number of target tokens of one forward and backward pass on one device; the
             gradients of the passes add up to that of the whole batch. None: the whole batch in one pass.
         compile: run the network through ``torch.compile``. Parameter names stay as they are.
+        guards: what is watched for; None: with its defaults.
 
     Batches are dictionaries as ``selmodel.data.datamodule.DataModule`` makes them: ``tokens`` [batch,
     context_length + 1] int64, and optionally ``document_ids`` of that shape and ``target_mask`` [batch,
@@ -61,6 +64,7 @@ class LanguageModel(L.LightningModule):
         *,
         micro_batch_tokens: int | None = None,
         compile: bool = False,
+        guards: Guards | None = None,
     ) -> None:
         super().__init__()
         check_micro_batch_tokens(micro_batch_tokens)
@@ -68,6 +72,7 @@ class LanguageModel(L.LightningModule):
         self.model = model
         self.optim = optim
         self.micro_batch_tokens = micro_batch_tokens
+        self.guards = guards or Guards()
         self.timer = StepTimer()
         self.tokens_seen = 0
         self.validation: ValidationResult | None = None  # of the last finished pass
@@ -139,7 +144,15 @@ class LanguageModel(L.LightningModule):
         lr = self.optim.lr_at(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        if torch.isfinite(norm):
+            optimizer.step()
+            self.guards.step_made()
+        else:
+            # Counted as a step all the same: steps, batches and the schedule stay together.
+            with without_update(optimizer.optimizer):
+                optimizer.step()
+            mean = total.item() / max(self._count(batch), 1)
+            self.guards.step_skipped(step, batch, mean, self.trainer.log_dir and Path(self.trainer.log_dir))
         self.trainer.datamodule.mark_trained(batch)
         self._settle(logging_step)
         self.timer.mark("optimizer")
@@ -206,6 +219,9 @@ class LanguageModel(L.LightningModule):
         }
         if memory_loss is not None:
             metrics["train/memory_loss"] = memory_loss
+        if self.guards.skipped:
+            metrics["train/skipped_steps"] = self.guards.skipped
+        self.guards.see_loss(step, loss)
         metrics |= self._selection_metrics(batch)
         figures = self.timer.take()
         metrics |= figures
@@ -268,9 +284,11 @@ class LanguageModel(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["tokens_seen"] = self.tokens_seen
+        checkpoint["skipped_steps"] = self.guards.skipped
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         self.tokens_seen = checkpoint["tokens_seen"]
+        self.guards.skipped = checkpoint.get("skipped_steps", 0)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -26,6 +26,7 @@ from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.training.checkpoint import CheckpointWriter, read_checkpoint, remove_leftovers
+from selmodel.training.guards import StopWhenExhausted
 from selmodel.training.interrupt import Interrupted, StopOnSignal, requeueing, stopping_outside_training
 from selmodel.training.loggers import CSVMetrics
 from selmodel.training.module import LanguageModel
@@ -70,14 +71,20 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
     identity = _identity(cfg, run_dir, model, tokenizer, data)
     step = None if resume_from is None else _check_checkpoint(resume_from, identity, data)
 
-    module = LanguageModel(model, build(cfg.optim), micro_batch_tokens=cfg.micro_batch_tokens, compile=cfg.compile)
+    module = LanguageModel(
+        model,
+        build(cfg.optim),
+        micro_batch_tokens=cfg.micro_batch_tokens,
+        compile=cfg.compile,
+        guards=build(cfg.guards),
+    )
     writer = build(cfg.callbacks.checkpoint, directory=run_dir, identity=lambda: identity)
     metrics = CSVMetrics(run_dir)
     wandb = _wandb(cfg, run_dir, identity, model)
     others = [build(node) for name, node in cfg.callbacks.items() if name != "checkpoint" and node is not None]
     trainer = build_trainer(
         cfg,
-        callbacks=[writer, *others, StopOnSignal(writer.save_last)],
+        callbacks=[writer, *others, StopWhenExhausted(writer.save_last), StopOnSignal(writer.save_last)],
         loggers=[metrics, *wandb],  # the CSV first: what wandb has, it has too
     )
     data.order.check_world(trainer.world_size)

@@ -69,6 +69,7 @@ def check_config(cfg: DictConfig) -> None:
         lambda: build(cfg.tokenizer),
         lambda: build(cfg.callbacks.checkpoint, directory=".", identity=dict),
         lambda: cfg.callbacks.get("progress") and build(cfg.callbacks.progress),
+        lambda: build(cfg.guards),
         lambda: cfg.sample is not None and build(cfg.sample),
     )
     for check in checks if not faults else ():
