@@ -90,13 +90,13 @@ def _key(item) -> str:
 
 
 def starts(directory: Path, *, killed: int = 0) -> list[Start]:
-    """Every start that logged below ``directory/wandb``, in the order they began (``wandb sync`` sends them so).
+    """Every start that logged offline below ``directory/wandb``, in the order they began, which ``wandb sync`` keeps.
 
     wandb closes its file a moment after the run has finished: waits until all but ``killed`` starts are whole.
     """
     deadline = time.monotonic() + 10
     while True:
-        found = [Start(path) for path in directory.glob("wandb/*run-*/*.wandb")]
+        found = [Start(path) for path in directory.glob("wandb/offline-run-*/*.wandb")]
         if sum(start.exit_code is None for start in found) <= killed:
             return sorted(found, key=lambda start: start.run.start_time.ToNanoseconds() if start.run else 0)
         assert time.monotonic() < deadline, f"{directory}: not every start was finished"

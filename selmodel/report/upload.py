@@ -22,9 +22,10 @@ from selmodel.training.wandb_run import open_run, resolve_mode, sweep_name
 
 log = logging.getLogger(__name__)
 
-# The report's figures by their name, which is that of the report (`python evaluate.py report=NAME`).
+# The reports (`python evaluate.py report=NAME`), by whose names their figures are shown.
 FIGURES = (
-    "perplexity_vs_heads", "context_size", "model_size", "memory_loss", "memory", "loss_by_position", "training_curves",
+    "perplexity_vs_heads", "context_size", "model_size", "memory_loss", "loss_by_position", "training_curves", "memory",
+    "task_accuracy",
 )  # fmt: skip
 MEDIA = "figures/"  # what the names of images begin with in wandb
 _KINDS = {".png": "figures", ".svg": "figures", ".pdf": "figures"}
@@ -81,7 +82,8 @@ def log_report(
 
     Args:
         sweep: folder of the sweep; the report's run keeps its files in ``report`` there.
-        files: tables and figures, kept as artifacts; a PNG is also shown, as ``figures/NAME``.
+        files: tables and figures, kept as artifacts by kind, which are named by the report where all files of a kind
+            have its name (``perplexity_vs_heads.csv``, ``.md``); a PNG is also shown, as ``figures/NAME``.
         runs: directories of the runs that the report is on; the first one trained with wandb says where to.
         figures: summary figures of single runs, by their directory (see ``update_summary``); those of runs trained
             without wandb are passed over.
@@ -98,11 +100,11 @@ def log_report(
         return False
     group = options.get("group") or sweep_name(Path(runs[0]), multirun=True)
     folder = Path(sweep) / "report"
-    with _opened(folder, options, name=f"report of {group}", group=group, job_type="report") as run:
+    with _opened(folder, options, name="report", group=group, job_type="report") as run:
         images = _images([path for path in paths if path.suffix == ".png"])
         if images:
             run.log(images)
-        _log_files(run, paths)
+        _log_files(run, paths, by_name=True)
     for run_dir, values in (figures or {}).items():
         if wandb_options(run_dir) is not None:
             update_summary(run_dir, values)
@@ -166,14 +168,17 @@ def _kind(path: Path) -> str:
     return _KINDS.get(path.suffix, "reports")
 
 
-def _log_files(run: Any, paths: Sequence[Path]) -> None:
+def _log_files(run: Any, paths: Sequence[Path], *, by_name: bool = False) -> None:
     import wandb
 
     for kind in sorted({_kind(path) for path in paths}):
-        artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
-        for path in paths:
-            if _kind(path) == kind:
-                artifact.add_file(str(path), name=path.name)
+        of_kind = [path for path in paths if _kind(path) == kind]
+        names = {path.stem for path in of_kind}
+        # Two reports of one sweep are two artifacts, not versions of one.
+        prefix = f"{names.pop()}-" if by_name and len(names) == 1 else ""
+        artifact = wandb.Artifact(f"{prefix}{kind}-{run.id}", type=kind)
+        for path in of_kind:
+            artifact.add_file(str(path), name=path.name)
         run.log_artifact(artifact)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from selmodel.report import dashboard
 from selmodel.report.dashboard import Images, Lines, Points, main, sections
+from selmodel.report.run import REPORTS
 from selmodel.training import module
 from selmodel.training.checkpoint import read_checkpoint
 from selmodel.training.loggers import summary_metrics
@@ -69,6 +70,11 @@ def test_points_are_of_summary_and_config_that_runs_have(run):
     for column in dashboard.COLUMNS:
         kind, _, name = column.partition(":")
         assert name in (AXES if kind == "config" else summary)
+
+
+def test_every_report_has_its_place_among_the_figures():
+    (images,) = panels(Images)
+    assert images.keys == tuple(f"figures/{name}" for name in REPORTS)
 
 
 def test_dry_run_prints_the_workspace_without_a_network(monkeypatch, capsys):

@@ -73,7 +73,7 @@ def test_a_figure_known_later_joins_the_summary(job):
 def test_a_report_has_a_run_of_its_own_in_the_group_of_its_sweep(job):
     pytest.importorskip("PIL")
     folder = job.parent / "report"
-    files = [write(folder / "perplexity_vs_heads.png", PNG), write(folder / "table.csv")]
+    files = [write(folder / "perplexity_vs_heads.png", PNG), write(folder / "perplexity_vs_heads.csv")]
     assert log_report(job.parent, files, runs=[job], figures={job: {"equivalent_heads": 2.0}})
     (report,) = starts(folder)
     assert (report.run.run_group, report.run.job_type, report.run.display_name) == (
@@ -83,6 +83,10 @@ def test_a_report_has_a_run_of_its_own_in_the_group_of_its_sweep(job):
     )
     (row,) = report.rows
     assert any(key.startswith("figures/perplexity_vs_heads") for key in row)
+    assert artifacts(report) == {
+        f"perplexity_vs_heads-{kind}-{report.run.run_id}": (kind, [f"perplexity_vs_heads.{suffix}"])
+        for kind, suffix in (("figures", "png"), ("reports", "csv"))
+    }
     assert starts(job)[-1].summary["equivalent_heads"] == 2.0
     assert log_report(job.parent, files, runs=[job])  # again: the same run goes on
     assert len({start.run.run_id for start in starts(folder)}) == 1
