@@ -79,7 +79,7 @@ def test_a_report_has_a_run_of_its_own_in_the_group_of_its_sweep(job):
     assert (report.run.run_group, report.run.job_type, report.run.display_name) == (
         "heads",
         "report",
-        "report of heads",
+        "report",
     )
     (row,) = report.rows
     assert any(key.startswith("figures/perplexity_vs_heads") for key in row)
