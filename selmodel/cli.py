@@ -59,6 +59,8 @@ def main(task: Callable[[DictConfig], object], config_name: str, *, literal: Seq
     except Interrupted as error:
         print(f"{error}; the same command goes on from there", file=sys.stderr)
         sys.exit(128 + error.signal)
+    finally:
+        HydraConfig.instance().cfg = None  # a sweep leaves its own, which is no run's
 
 
 @contextlib.contextmanager
