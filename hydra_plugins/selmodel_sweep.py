@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ class GridSweeper(BasicSweeper):
         self._axes: set[str] = set()
         self._directory = Path()
         self._listed = False
+        self._submitted_before: set[str] = set()  # SLURM's ids
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from selmodel.sweep.submission import is_slurm, set_defaults
@@ -51,6 +53,8 @@ class GridSweeper(BasicSweeper):
         from selmodel.evaluation.run import check_report
         from selmodel.sweep.processes import check_parallel
         from selmodel.sweep.status import FAILED, sweep_status, table
+        from selmodel.sweep.submission import NothingToSubmit, is_slurm
+        from selmodel.training.interrupt import Interrupted
 
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         check_parallel(self.config.sweep.parallel)
@@ -58,12 +62,16 @@ class GridSweeper(BasicSweeper):
         failure = None
         try:
             super().sweep(arguments)
+        except NothingToSubmit:
+            pass
+        except KeyboardInterrupt:  # while waiting for the jobs of a cluster
+            if not (self._listed and is_slurm(self.config.hydra.launcher)):
+                raise
+            failure = self._stopped_waiting()
         except UserError as error:
             failure = error
         except Exception as error:  # a job's, told of below from its folder; or the launcher's
-            failure = error
-            if type(error).__name__ == "FailedJobError":  # submitit's, when sbatch refuses
-                failure = UserError(f"hydra/launcher=submitit_slurm: {str(error).strip()}")
+            failure = self._after_submission(error) if type(error).__module__.startswith("submitit.") else error
         finally:
             if not self._listed:
                 self._leave_no_trace()
@@ -72,6 +80,8 @@ class GridSweeper(BasicSweeper):
             if states:
                 for line in ("", *table(self._directory, states)):
                     log.info(line)
+        if isinstance(failure, Interrupted):
+            raise failure
         self._report()
         failed = [f"{one.job.name}: {one.error.splitlines()[0]}" for one in states if one.state == FAILED]
         if failed:
@@ -79,6 +89,27 @@ class GridSweeper(BasicSweeper):
             raise UserError("\n".join([count, *failed])) from failure
         if failure is not None:
             raise failure
+
+    def _after_submission(self, error: Exception) -> BaseException:
+        """What an error of submitit's means: sbatch refused, or a job failed, and the others are waited for."""
+        from selmodel.errors import UserError
+        from selmodel.sweep.submission import follow_to_the_end, submissions, submitit_folder
+
+        folder = submitit_folder(self.config.hydra.launcher, self._directory)
+        submitted = submissions(folder) - self._submitted_before
+        if not submitted:
+            return UserError(f"hydra/launcher=submitit_slurm: {str(error).strip()}")
+        try:
+            follow_to_the_end(folder, submitted, self._directory)
+        except KeyboardInterrupt:
+            return self._stopped_waiting()
+        return UserError("not all jobs have finished; the same command goes on with them")
+
+    def _stopped_waiting(self) -> BaseException:
+        from selmodel.training.interrupt import Interrupted
+
+        log.info("the jobs stay in SLURM's queue; scancel stops them, each with its state saved")
+        return Interrupted(signal.SIGINT, None)
 
     def _leave_no_trace(self) -> None:
         """Of a sweep that was refused: remove the folder that Hydra has made for it, unless it holds more."""
@@ -132,19 +163,37 @@ class GridSweeper(BasicSweeper):
     def get_job_batch(self) -> Sequence[Sequence[str]]:
         """The jobs, composed once to find mistakes, put on the sweep's list, each with its folder's name."""
         from selmodel.sweep.grid import key_of, make_jobs, write_manifest
-        from selmodel.sweep.submission import check_submission, is_slurm, prepare
+        from selmodel.sweep.submission import (
+            NothingToSubmit,
+            check_submission,
+            is_slurm,
+            prepare,
+            still_to_submit,
+            submissions,
+            submitit_folder,
+        )
 
         batch = super().get_job_batch()
         jobs = make_jobs(batch, self._axes)
         self.validate_batch_is_legal(batch)
-        if is_slurm(self.config.hydra.launcher):
+        launcher, submitted = self.config.hydra.launcher, jobs
+        if is_slurm(launcher):
             configs = [self._config_of(job) for job in jobs]
             typed = {key_of(override) for override in self.config.hydra.overrides.hydra}
-            check_submission(self.config.hydra.launcher, typed, self._directory, jobs, configs)
+            left = still_to_submit(launcher, self._directory, jobs, configs)
+            submitted, configs = [jobs[place] for place in left], [configs[place] for place in left]
+            check_submission(launcher, typed, self._directory, submitted, configs)
             prepare(configs)
+            self._submitted_before |= submissions(submitit_folder(launcher, self._directory))
         write_manifest(self._directory, jobs)
         self._listed = True
-        return [[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in jobs]
+        if not submitted:
+            if self.is_done():
+                raise NothingToSubmit
+            return self.get_job_batch()
+        if is_slurm(launcher):
+            log.info("%d jobs for SLURM; this command waits for them and may be stopped: they go on", len(submitted))
+        return [[*job.overrides, f"hydra.sweep.subdir={job.name}"] for job in submitted]
 
     def _config_of(self, job: Any) -> DictConfig:
         """A job's configuration, without Hydra's own part."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import logging
 import os
@@ -57,8 +58,7 @@ def main(task: Callable[[DictConfig], object], config_name: str, *, literal: Seq
             raise
         _fail(f"a group cannot be null ({error}); python {Path(sys.argv[0]).name} --help lists the choices")
     except Interrupted as error:
-        print(f"{error}; the same command goes on from there", file=sys.stderr)
-        sys.exit(128 + error.signal)
+        _stop(error)
     finally:
         HydraConfig.instance().cfg = None  # a sweep leaves its own, which is no run's
 
@@ -102,6 +102,7 @@ def _job(task: Callable[[DictConfig], object], texts: Mapping[str, str]) -> Call
     @functools.wraps(task)
     def run(cfg: DictConfig) -> object:
         register_resolvers()  # a launcher's process on another node has not come through main
+        _quieten()
         if rank_zero_only.rank != 0:  # one process speaks for all
             logging.getLogger("selmodel").setLevel(logging.WARNING)
         for name, text in texts.items():
@@ -118,6 +119,10 @@ def _job(task: Callable[[DictConfig], object], texts: Mapping[str, str]) -> Call
                 raise
             _remove_if_empty(directory)
             _fail(message)
+        except Interrupted as error:
+            if "SUBMITIT_EXECUTOR" in os.environ:  # a job's own process, with nothing around it that would say this
+                _stop(error)
+            raise
         except Exception as error:
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 _record(Path(HydraConfig.get().runtime.output_dir), f"{type(error).__name__}: {error}")
@@ -149,6 +154,8 @@ def explain(error: Exception) -> str:
         return _unknown_key(match[1])
     if isinstance(error, OverrideParseException):
         return f"{error.override}: not an option=value that can be read ({text.splitlines()[0]})"
+    if "'hydra/launcher/submitit" in text and importlib.util.find_spec("submitit") is None:
+        return "hydra/launcher=submitit_...: submitit is not installed; python -m pip install -e '.[cluster]'"
     if match := re.search(r"Could not (?:find|load) '([^']+)'", text):
         # Experiments lie in folders of their group, so the group is the first part that is one.
         group, _, choice = match[1].partition("/")
@@ -201,6 +208,11 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
     # Where standard output has been closed (by `| head`), a line that cannot be written is no reason for a traceback.
     logging.raiseExceptions = False
+
+
+def _stop(error: Interrupted) -> None:
+    print(f"{error}; the same command goes on from there", file=sys.stderr)
+    sys.exit(128 + error.signal)
 
 
 def _fail(message: str) -> None:

@@ -75,7 +75,9 @@ def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
     env = os.environ if environment is None else environment
     job_id = env.get("SLURM_JOB_ID", "")
     name = env.get("SLURM_JOB_NAME", "")
-    if not job_id.isdigit() or name in INTERACTIVE_NAMES or "SLURM_PTY_PORT" in env:
+    # A job submitted from within `srun --pty` inherits that variable, and is a batch job all the same.
+    on_terminal = "SLURM_PTY_PORT" in env and env.get("ENVIRONMENT") != "BATCH"
+    if not job_id.isdigit() or name in INTERACTIVE_NAMES or on_terminal:
         return None
     master, index = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     return SlurmJob(
@@ -90,29 +92,45 @@ def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
     )
 
 
-def cluster_environment(environment: Mapping[str, str] | None = None) -> ClusterEnvironment | None:
-    """How the processes of a run find each other; None leaves it to Lightning (torchrun, MPI, LSF).
+def cluster_environment() -> ClusterEnvironment:
+    """How the processes of a run find each other, from this process's environment.
 
-    Processes that ``srun`` has started in a batch job: SLURM's, with Lightning's requeueing off. All else, interactive
-    allocations and batch scripts without ``srun`` included: this process starts its own.
+    Processes of ``torchrun``, also where ``srun`` has started it: torchrun's. Processes that ``srun`` has started in a
+    batch job: SLURM's, with Lightning's requeueing off. MPI, LSF: theirs. All else, interactive allocations and batch
+    scripts without ``srun`` included: this process starts its own. Always definite, so that Lightning looks for none.
 
     Raises:
         UserError: SLURM's options are such that processes cannot be counted.
     """
-    job = slurm_job(environment)
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    job = slurm_job()
     if job is not None and job.in_step:
         try:
             return SLURMEnvironment(auto_requeue=False)
         except RuntimeError as error:
             raise UserError(f"{job.label}: {error}") from error
-    if any(one.detect() for one in (TorchElasticEnvironment, MPIEnvironment, LSFEnvironment)):
-        return None
+    for kind in (MPIEnvironment, LSFEnvironment):
+        if kind.detect():
+            return kind()
     return LightningEnvironment()
 
 
-def check_tasks(job: SlurmJob | None, *, devices: int, num_nodes: int) -> str | None:
+def is_first_process(environment: ClusterEnvironment) -> bool:
+    """Whether this process is the first of its run: the one that writes, and keeps others out.
+
+    Not by ``SLURM_PROCID``: where each of several processes that ``srun`` has started is a run of its own (in an
+    interactive allocation), every one of them is a first.
+    """
+    if isinstance(environment, LightningEnvironment):  # its rank is not known yet; processes it starts have these set
+        return environment.local_rank() == 0 and environment.node_rank() == 0
+    return environment.global_rank() == 0
+
+
+def check_tasks(environment: ClusterEnvironment, *, devices: int, num_nodes: int) -> str | None:
     """What is wrong with the number of processes that srun has started, as a message; None where they fit."""
-    if job is None or not job.in_step or job.n_tasks == devices * num_nodes:
+    job = slurm_job()
+    if not isinstance(environment, SLURMEnvironment) or job is None or job.n_tasks == devices * num_nodes:
         return None
     return (
         f"trainer.devices={devices} with trainer.num_nodes={num_nodes}: need {devices * num_nodes} processes, and srun "

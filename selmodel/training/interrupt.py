@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 
-from selmodel.training.cluster import requeue, should_requeue, slurm_job
+from selmodel.training.cluster import (
+    REQUEUE_SIGNALS,
+    cluster_environment,
+    is_first_process,
+    requeue,
+    should_requeue,
+    slurm_job,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +50,13 @@ class Interrupted(BaseException):
 def stopping_outside_training() -> Iterator[None]:
     """Before and after training, which ``StopOnSignal`` watches over: a signal raises ``Interrupted`` at once.
 
-    There is no state then that could be lost, and files are written whole or not at all.
+    There is no state then that could be lost, and files are written whole or not at all. While a stop is under way,
+    such as a logger's last upload, the cluster's further signals (a preemption sends several) change nothing.
     """
 
     def stop(number: int, frame: Any) -> None:
+        if number in REQUEUE_SIGNALS and isinstance(sys.exception(), Interrupted):
+            return
         raise Interrupted(number, None)
 
     previous = {}
@@ -62,20 +72,41 @@ def stopping_outside_training() -> Iterator[None]:
 
 @contextlib.contextmanager
 def requeueing() -> Iterator[None]:
-    """A SLURM job whose run is stopped inside by a signal goes back into the queue; the ``Interrupted`` passes on."""
+    """A SLURM job whose run is stopped inside by a signal goes back into the queue; the ``Interrupted`` passes on.
+
+    Around ``stopping_outside_training``: what has been put into the queue should find nothing of the run at work.
+    """
     try:
         yield
     except Interrupted as stopped:
         job = slurm_job()
-        if should_requeue(job, stopped.signal, steps_made=stopped.steps_made) and rank_zero_only.rank == 0:
-            requeue(job)
+        first = is_first_process(cluster_environment())
+        if first and should_requeue(job, stopped.signal, steps_made=stopped.steps_made):
+            with _without_signals():
+                requeue(job)
         raise
+
+
+@contextlib.contextmanager
+def _without_signals() -> Iterator[None]:
+    """The cluster's signals change nothing meanwhile: the question to its controller takes a moment."""
+    previous = {}
+    with contextlib.suppress(ValueError):
+        for number in REQUEUE_SIGNALS:
+            previous[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopOnSignal(L.Callback):
     """Turns a signal (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2) into a stop after the current step, ``last.ckpt`` written.
 
-    A second signal of the same kind stops at once, as if this callback were not there.
+    A second signal of the same kind stops at once, as if this callback were not there. Not so the cluster's in a SLURM
+    job, where it is no impatient person: SLURM sends SIGTERM at the beginning and at the end of a grace time, and kills
+    in the end.
     """
 
     def __init__(self, save) -> None:
@@ -93,8 +124,13 @@ class StopOnSignal(L.Callback):
                 return
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._received = number
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        repeated, self._received = self._received == number, number
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        elif slurm_job() is None:
+            signal.signal(number, signal.SIG_DFL)
+        elif repeated:
+            return
         log.warning("%s: stopping after this step", signal.Signals(number).name)
 
     # At the start of the next batch everything that belongs to the step before, validation included, is done.

@@ -16,7 +16,6 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 import selmodel
@@ -26,6 +25,7 @@ from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.training.checkpoint import CheckpointWriter, read_checkpoint, remove_leftovers
+from selmodel.training.cluster import cluster_environment, is_first_process
 from selmodel.training.guards import StopWhenExhausted
 from selmodel.training.interrupt import Interrupted, StopOnSignal, requeueing, stopping_outside_training
 from selmodel.training.loggers import CSVMetrics
@@ -58,7 +58,7 @@ def train(cfg: DictConfig) -> ValidationResult | None:
             run_dir.rmdir()
         return None
     # Of the processes of one run the first keeps others out.
-    alone = only_writer(run_dir) if rank_zero_only.rank == 0 else contextlib.nullcontext()
+    alone = only_writer(run_dir) if is_first_process(cluster_environment()) else contextlib.nullcontext()
     with requeueing(), stopping_outside_training(), alone:
         return _train(cfg, run_dir)
 

@@ -13,7 +13,7 @@ from selmodel.data.tasks import Task
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.training.checkpoint import AtomicCheckpointIO
-from selmodel.training.cluster import check_tasks, cluster_environment, slurm_job
+from selmodel.training.cluster import check_tasks, cluster_environment
 from selmodel.training.module import check_micro_batch_tokens
 
 # What may be set of lightning.Trainer. The rest is either done by this project's own parts or would change what a
@@ -166,9 +166,9 @@ def build_trainer(cfg: DictConfig, *, callbacks: list, loggers: list) -> L.Train
         "logger": loggers,
         "plugins": [AtomicCheckpointIO()],
     }
-    if (environment := cluster_environment()) is not None:
-        options["plugins"].append(environment)
-    if fault := check_tasks(slurm_job(), devices=count_devices(options), num_nodes=options.get("num_nodes") or 1):
+    environment = cluster_environment()
+    options["plugins"].append(environment)
+    if fault := check_tasks(environment, devices=count_devices(options), num_nodes=options.get("num_nodes") or 1):
         raise UserError(fault)
     options.pop("_target_", None)
     if isinstance(options.get("strategy"), dict):

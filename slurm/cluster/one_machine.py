@@ -10,6 +10,7 @@ daemons that DIR's pid files name, and no others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -23,7 +24,6 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
 NODES = ("n1", "n2")
 CPUS = 2  # of each node; both nodes share this machine's
-PORTS = {"slurmctld": 26817, "n1": 26821, "n2": 26822}
 SECONDS_TO_START = 20
 
 # Preemption sends the job's own signal first, then SIGTERM, waits GraceTime, and puts the job back into the queue. A
@@ -104,9 +104,20 @@ class OneMachineCluster:
         self.down()
 
     def up(self) -> None:
-        """Start the daemons and wait until both nodes are idle. RuntimeError with the logs' ends where they are not."""
+        """Start the daemons and wait until both nodes are idle.
+
+        RuntimeError, with the ends of the logs, where they do not become so; what was started is stopped again.
+        """
         if self.root.exists() and any(self.root.iterdir()):
             raise RuntimeError(f"{self.root}: is not empty; expected a new folder")
+        try:
+            self._start()
+        except RuntimeError as error:
+            logs = "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in (self.root / "log").iterdir())
+            self.down()
+            raise RuntimeError(f"{error}\n{logs}") from None
+
+    def _start(self) -> None:
         for folder in ("state", "log", "munge", *(f"spool/{node}" for node in NODES)):
             (self.root / folder).mkdir(parents=True)
         for folder in (self.root, self.root / "munge"):
@@ -115,7 +126,7 @@ class OneMachineCluster:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o600)
         host = socket.gethostname().split(".")[0]
-        config = CONFIG.format(root=self.root, host=host, ports=PORTS, cpus=CPUS)
+        config = CONFIG.format(root=self.root, host=host, ports=_free_ports("slurmctld", *NODES), cpus=CPUS)
         (self.root / "slurm.conf").write_text(config)
         munge = self.root / "munge"
         self._run(
@@ -133,16 +144,16 @@ class OneMachineCluster:
             if states == ["idle"] * len(NODES):
                 return
             time.sleep(0.2)
-        logs = "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in (self.root / "log").iterdir())
-        self.down()
-        raise RuntimeError(f"the nodes are {states or 'not there'} after {SECONDS_TO_START} s\n{logs}")
+        raise RuntimeError(f"the nodes are {states or 'not there'} after {SECONDS_TO_START} s")
 
     def down(self) -> None:
         """Cancel what runs and stop the daemons."""
-        self._run(["scancel", "--full", "--state=RUNNING"], check=False)
-        self._run(["scancel", "--state=PENDING"], check=False)
+        controlled = (self.root / "slurmctld.pid").exists()
+        if controlled:
+            self._run(["scancel", "--full", "--state=RUNNING"], check=False)
+            self._run(["scancel", "--state=PENDING"], check=False)
         deadline = time.monotonic() + 15
-        while time.monotonic() < deadline:
+        while controlled and time.monotonic() < deadline:
             result = self._run(["squeue", "--noheader"], check=False)
             if result.returncode != 0 or not result.stdout.strip():
                 break
@@ -152,12 +163,24 @@ class OneMachineCluster:
             _stop(file)
 
     def _run(self, command: list[str], *, check: bool = True) -> subprocess.CompletedProcess[str]:
-        result = subprocess.run(
-            command, env=os.environ | self.environment, capture_output=True, text=True, timeout=30, check=False
-        )
+        try:
+            result = subprocess.run(
+                command, env=os.environ | self.environment, capture_output=True, text=True, timeout=30, check=False
+            )
+        except subprocess.TimeoutExpired:
+            result = subprocess.CompletedProcess(command, 1, "", "no answer in 30 s")
         if check and result.returncode != 0:
             raise RuntimeError(f"{command[0]}: exit status {result.returncode}: {result.stderr.strip()[-500:]}")
         return result
+
+
+def _free_ports(*names: str) -> dict[str, int]:
+    """A port for each name that no one listens on now, so that several clusters may run on one machine."""
+    with contextlib.ExitStack() as held:
+        sockets = {name: held.enter_context(socket.socket()) for name in names}
+        for one in sockets.values():
+            one.bind(("127.0.0.1", 0))
+        return {name: one.getsockname()[1] for name, one in sockets.items()}
 
 
 def _stop(pid_file: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -142,8 +143,13 @@ def test_a_job_pushed_out_resumes_and_ends_as_if_undisturbed(slurm):
 
 def test_a_warning_signal_saves_and_requeues_and_scancel_does_not(slurm):
     slow = "+callbacks.slow._target_=tests.slurm.crash.Slow"
-    warned = slurm.sbatch("warned", "trainer.max_steps=60", slow)
+    # Submitted as from within `srun --pty`, whose variable is passed on.
+    warned = slurm.sbatch("warned", "trainer.max_steps=60", slow, slurm=("--export=ALL,SLURM_PTY_PORT=40123",))
     slurm.wait_for(lambda: slurm.steps(slurm.folder / "warned" / "train.csv") > 5, "the fifth step")
+    second = slurm.sbatch("warned", "trainer.max_steps=60", slurm=(f"--output={slurm.folder / 'second.log'}",))
+    slurm.wait(second, "FAILED")
+    assert f"process is training there ({socket.gethostname()}, " in (slurm.folder / "second.log").read_text()
+    assert f"SLURM job {warned})" in (slurm.folder / "second.log").read_text()
     slurm.run("scancel", "--signal=USR1", warned)
     slurm.wait_for(lambda: int(slurm.job(warned)["Restarts"]) >= 1, "the requeueing")
     assert (slurm.folder / "warned" / "last.ckpt").exists()
@@ -184,24 +190,32 @@ def test_a_sweep_of_four_jobs_through_the_launcher_with_one_that_crashes(slurm):
     command = sweep(slurm, "heads", "attention=standard,selective", "model.n_heads=1,2", "trainer.max_steps=12")
     output = slurm.run(*command)
     assert "4 jobs, 4 finished" in output
+    output = slurm.run(*command)
+    assert output.count("finished before") == 4
+    assert "jobs for SLURM" not in output  # nothing was queued
     crashing = sweep(
         slurm, "crashing", "attention=standard,selective", "trainer.max_steps=12",
         "+callbacks.crash._target_=tests.slurm.crash.Crash",
     )  # fmt: skip
     output = slurm.run(*crashing, check=False)
-    assert "finished" not in output.split("state ")[-1]
+    assert "2 jobs, 2 failed" in output
+    assert output.count("FAILED: srun: error: ") == 4  # with the table, and as the command's error
+    assert "Exited with exit code 17" in output
+    assert "Traceback" not in output
     refused = slurm.run(*sweep(slurm, "heads", "seed=0,1", "hydra.launcher.partition=nowhere"), check=False)
     assert "hydra.launcher.partition=nowhere: no such partition (expected one of high, low)" in refused
 
 
 def test_a_job_of_a_sweep_pushed_out_resumes(slurm):
-    options = ("seed=0,1", "trainer.max_steps=100", "+callbacks.slow._target_=tests.slurm.crash.Slow")
+    options = ("seed=0,1", "trainer.max_steps=160", "+callbacks.slow._target_=tests.slurm.crash.Slow")
     process = subprocess.Popen(
         sweep(slurm, "pushed_sweep", *options), cwd=ROOT, env=slurm.environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     folders = [slurm.folder / "pushed_sweep" / f"seed-{seed}" for seed in (0, 1)]
     slurm.wait_for(lambda: all(slurm.steps(run / "train.csv") > 5 for run in folders), "the fifth steps")
+    again = slurm.run(*sweep(slurm, "pushed_sweep", *options))
+    assert again.count("is running or in the queue already, as SLURM job") == 2
     urgent = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null",
                        "--wrap=sleep 2").split()[-1]  # fmt: skip
     slurm.wait(urgent, "COMPLETED")
@@ -213,4 +227,4 @@ def test_a_job_of_a_sweep_pushed_out_resumes(slurm):
     for run in folders:
         with (run / "train.csv").open(newline="") as file:
             steps = [int(row["step"]) for row in csv.DictReader(file)]
-        assert steps == list(range(1, 101))  # none lost, none twice
+        assert steps == list(range(1, 161))  # none lost, none twice

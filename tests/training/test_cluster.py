@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import time
+import warnings
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
@@ -15,6 +17,7 @@ from selmodel.training.cluster import (
     SlurmJob,
     check_tasks,
     cluster_environment,
+    is_first_process,
     job_is_alive,
     job_state,
     requeue,
@@ -25,7 +28,7 @@ from selmodel.training.interrupt import Interrupted, requeueing, stopping_outsid
 from selmodel.training.setup import build_trainer
 
 BATCH = {"SLURM_JOB_ID": "41", "SLURM_JOB_NAME": "train.sbatch", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
-BATCH |= {"SLURM_NTASKS_PER_NODE": "2"}
+BATCH |= {"SLURM_NTASKS_PER_NODE": "2", "ENVIRONMENT": "BATCH"}
 STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
 
 # name: (environment, in a batch job, how processes find each other)
@@ -37,14 +40,17 @@ ENVIRONMENTS = {
         STEP | {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "3"}, True, SLURMEnvironment,
     ),
     "requeued": (STEP | {"SLURM_RESTART_COUNT": "2"}, True, SLURMEnvironment),
-    "srun --pty bash": ({**STEP, "SLURM_JOB_NAME": "bash"}, False, LightningEnvironment),
-    "srun --pty, renamed": ({**STEP, "SLURM_PTY_PORT": "40123"}, False, LightningEnvironment),
+    "srun --pty bash": ({**STEP, "SLURM_JOB_NAME": "bash", "ENVIRONMENT": ""}, False, LightningEnvironment),
+    "srun --pty, renamed": ({**STEP, "SLURM_PTY_PORT": "40123", "ENVIRONMENT": ""}, False, LightningEnvironment),
+    # sbatch passes its caller's variables on
+    "sbatch from within srun --pty": ({**STEP, "SLURM_PTY_PORT": "40123"}, True, SLURMEnvironment),
     "salloc": ({**BATCH, "SLURM_JOB_NAME": "interactive"}, False, LightningEnvironment),
     "srun inside salloc": ({**STEP, "SLURM_JOB_NAME": "interactive"}, False, LightningEnvironment),
     "srun alone": ({**STEP, "SLURM_JOB_NAME": "python"}, True, SLURMEnvironment),
     "leftovers of SLURM": ({"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4"}, False, LightningEnvironment),
     "damaged": ({"SLURM_JOB_ID": "", "SLURM_JOB_NAME": "x"}, False, LightningEnvironment),
     "torchrun in sbatch": (BATCH | {"TORCHELASTIC_RUN_ID": "1"}, True, TorchElasticEnvironment),
+    "torchrun by srun": (STEP | {"TORCHELASTIC_RUN_ID": "1"}, True, TorchElasticEnvironment),
 }  # fmt: skip
 
 
@@ -54,7 +60,7 @@ def environment(monkeypatch):
 
     def use(variables: dict[str, str]) -> None:
         for name in list(os.environ):
-            if name.startswith(("SLURM_", "TORCHELASTIC_")):
+            if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("ENVIRONMENT", "RANK", "LOCAL_RANK"):
                 monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -68,10 +74,7 @@ def test_environments(name, environment):
     environment(variables)
     assert (slurm_job() is not None) == is_job
     chosen = cluster_environment()
-    if kind is TorchElasticEnvironment:
-        assert chosen is None  # Lightning finds it by itself
-    else:
-        assert type(chosen) is kind
+    assert type(chosen) is kind
     if kind is SLURMEnvironment:
         assert chosen.auto_requeue is False
 
@@ -102,12 +105,46 @@ def test_trainers_take_what_was_decided(environment, tiny, tmp_path):
 @pytest.mark.parametrize(("tasks", "fits"), [("2", True), ("4", False), ("1", False)])
 def test_processes_must_be_as_many_as_devices(environment, tiny, tmp_path, tasks, fits):
     environment(STEP | {"SLURM_STEP_NUM_TASKS": tasks})
-    fault = check_tasks(slurm_job(), devices=2, num_nodes=1)
+    fault = check_tasks(cluster_environment(), devices=2, num_nodes=1)
     assert (fault is None) == fits
     if not fits:
         assert f"has started {tasks} in SLURM job 41" in fault
         with pytest.raises(UserError, match=r"trainer\.devices=2 with trainer\.num_nodes=1: need 2 processes"):
             build_trainer(tiny(tmp_path / "run", "trainer.devices=2"), callbacks=[], loggers=[])
+
+
+@pytest.mark.parametrize(
+    ("variables", "first"),
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "1"}, False),  # a process that a run has started
+        (STEP | {"SLURM_PROCID": "0"}, True),
+        (STEP | {"SLURM_PROCID": "1"}, False),
+        # Four times the same command in an interactive allocation: each would be a run, and three are turned away.
+        (STEP | {"SLURM_JOB_NAME": "interactive", "SLURM_PROCID": "3"}, True),
+        (STEP | {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "SLURM_PROCID": "0"}, False),
+        (STEP | {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "SLURM_PROCID": "0"}, True),
+    ],
+)
+def test_which_process_writes(environment, monkeypatch, variables, first):
+    environment(variables)
+    assert is_first_process(cluster_environment()) == first
+
+
+def test_torchruns_processes_are_not_counted_as_sruns(environment):
+    environment(STEP | {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert check_tasks(cluster_environment(), devices=8, num_nodes=1) is None
+
+
+def test_no_word_of_srun_on_a_machine_that_merely_has_it(environment, tiny, tmp_path, monkeypatch):
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    environment({})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        build_trainer(tiny(tmp_path / "run"), callbacks=[], loggers=[])
+    assert not [str(one.message) for one in said if "srun" in str(one.message)]
 
 
 JOB = SlurmJob("41", "train", None, restarts=0, in_step=True, n_tasks=1, rank=0)
@@ -217,6 +254,26 @@ def test_a_stopped_run_goes_back_into_the_queue_and_a_finished_one_does_not(slur
     with pytest.raises(Interrupted), requeueing():
         raise Interrupted(signal.SIGTERM, 10, steps_made=4)
     assert len(slurm.asked()) == before
+
+
+def test_further_signals_of_the_cluster_do_not_cut_a_stop_short(slurm, environment):
+    """A preemption sends SIGUSR1 and SIGTERM; the second may come while a logger uploads, or scontrol is asked."""
+    slurm()
+    environment(STEP | {"SLURM_RESTART_COUNT": "9"})
+    cleaned_up = []
+
+    def stop() -> None:
+        try:
+            raise Interrupted(signal.SIGUSR1, 10, steps_made=4)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            cleaned_up.append(True)
+
+    with pytest.raises(Interrupted, match="SIGUSR1 after step 10"), requeueing(), stopping_outside_training():
+        stop()
+    assert cleaned_up
+    assert slurm.asked()[-1] == "scontrol requeue 41"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
