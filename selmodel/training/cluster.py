@@ -7,14 +7,16 @@ allocation (``salloc``, ``srun --pty bash``) is a plain machine: there a signal 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -137,6 +139,30 @@ def check_tasks(environment: ClusterEnvironment, *, devices: int, num_nodes: int
         f"has started {job.n_tasks} in {job.label}; set --ntasks-per-node={devices} and --nodes={num_nodes}, or the "
         "trainer's options to what was started"
     )
+
+
+@contextlib.contextmanager
+def parting_at_the_end() -> Iterator[None]:
+    """Take down the connections between a run's processes when it ends, or is stopped, by all of them.
+
+    Lightning leaves gloo's threads running. Now and then one of them aborts a process whose interpreter is shutting
+    down ("terminate called without an active exception"), and SLURM shows a finished job as FAILED. After a fault of
+    one process, for which the others may still wait, nothing is done.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        _part()
+        raise
+    else:
+        _part()
+
+
+def _part() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def should_requeue(job: SlurmJob | None, number: int, *, steps_made: int) -> bool:

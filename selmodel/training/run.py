@@ -25,7 +25,7 @@ from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.training.checkpoint import CheckpointWriter, read_checkpoint, remove_leftovers
-from selmodel.training.cluster import cluster_environment, is_first_process
+from selmodel.training.cluster import cluster_environment, is_first_process, parting_at_the_end
 from selmodel.training.guards import StopWhenExhausted
 from selmodel.training.interrupt import Interrupted, StopOnSignal, requeueing, stopping_outside_training
 from selmodel.training.loggers import CSVMetrics
@@ -59,7 +59,7 @@ def train(cfg: DictConfig) -> ValidationResult | None:
         return None
     # Of the processes of one run the first keeps others out.
     alone = only_writer(run_dir) if is_first_process(cluster_environment()) else contextlib.nullcontext()
-    with requeueing(), stopping_outside_training(), alone:
+    with requeueing(), stopping_outside_training(), alone, parting_at_the_end():
         return _train(cfg, run_dir)
 
 

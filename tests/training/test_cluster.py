@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -9,6 +10,7 @@ import time
 import warnings
 
 import pytest
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
@@ -20,6 +22,7 @@ from selmodel.training.cluster import (
     is_first_process,
     job_is_alive,
     job_state,
+    parting_at_the_end,
     requeue,
     should_requeue,
     slurm_job,
@@ -145,6 +148,20 @@ def test_no_word_of_srun_on_a_machine_that_merely_has_it(environment, tiny, tmp_
         warnings.simplefilter("always")
         build_trainer(tiny(tmp_path / "run"), callbacks=[], loggers=[])
     assert not [str(one.message) for one in said if "srun" in str(one.message)]
+
+
+@pytest.mark.parametrize(("error", "parted"), [(None, True), (Interrupted(15, 3), True), (ValueError(), False)])
+def test_connections_do_not_outlive_a_run(tmp_path, error, parted):
+    """A thread of gloo's that is there when the interpreter shuts down now and then aborts the process."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with contextlib.suppress(ValueError, Interrupted), parting_at_the_end():
+            if error is not None:
+                raise error
+        assert torch.distributed.is_initialized() != parted
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 JOB = SlurmJob("41", "train", None, restarts=0, in_step=True, n_tasks=1, rank=0)
