@@ -204,7 +204,7 @@ def _quieten() -> None:
     """Leave out what libraries say that a user of this program cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*sync_dist=True.*", ".*`srun` command.*"):
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*sync_dist=True.*"):
         warnings.filterwarnings("ignore", message=message)
     # Where standard output has been closed (by `| head`), a line that cannot be written is no reason for a traceback.
     logging.raiseExceptions = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import lightning as L
 import torch
 from omegaconf import DictConfig
@@ -168,6 +170,8 @@ def build_trainer(cfg: DictConfig, *, callbacks: list, loggers: list) -> L.Train
     }
     environment = cluster_environment()
     options["plugins"].append(environment)
+    # That is decided. Lightning still asks once, for checkpoints of its own requeueing, and warns where srun is there.
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
     if fault := check_tasks(environment, devices=count_devices(options), num_nodes=options.get("num_nodes") or 1):
         raise UserError(fault)
     options.pop("_target_", None)

@@ -29,6 +29,7 @@ if "SELMODEL_SLURM_TEST" in os.environ and missing():
     pytest.skip(f"no SLURM can be started here: {missing()}", allow_module_level=True)
 
 WAIT = 150  # seconds
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Slurm:
@@ -66,6 +67,8 @@ class Slurm:
             job = self.job(job_id)
             if job["JobState"] in states:
                 return job
+            if job["JobState"] in ENDED:
+                break
             time.sleep(0.3)
         raise AssertionError(f"job {job_id} is {job['JobState']}, expected {states}\n{self.logs()}")
 

@@ -8,6 +8,7 @@ import signal
 import stat
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from selmodel.training.cluster import (
     slurm_job,
 )
 from selmodel.training.interrupt import Interrupted, requeueing, stopping_outside_training
+from selmodel.training.run import train
 from selmodel.training.setup import build_trainer
 
 BATCH = {"SLURM_JOB_ID": "41", "SLURM_JOB_NAME": "train.sbatch", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
@@ -146,19 +148,29 @@ def test_no_word_of_srun_on_a_machine_that_merely_has_it(environment, tiny, tmp_
     environment({})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        build_trainer(tiny(tmp_path / "run"), callbacks=[], loggers=[])
+        train(tiny(tmp_path / "run", "trainer.max_steps=1"))
+    assert said  # of other things
     assert not [str(one.message) for one in said if "srun" in str(one.message)]
 
 
+def threads() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
 @pytest.mark.parametrize(("error", "parted"), [(None, True), (Interrupted(15, 3), True), (ValueError(), False)])
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux shows them")
 def test_connections_do_not_outlive_a_run(tmp_path, error, parted):
     """A thread of gloo's that is there when the interpreter shuts down now and then aborts the process."""
+    before = threads()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
+        of_gloo = threads() - before
+        assert of_gloo
         with contextlib.suppress(ValueError, Interrupted), parting_at_the_end():
             if error is not None:
                 raise error
         assert torch.distributed.is_initialized() != parted
+        assert of_gloo & threads() == (set() if parted else of_gloo)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -263,6 +275,10 @@ def test_a_stopped_run_goes_back_into_the_queue_and_a_finished_one_does_not(slur
         raise Interrupted(signal.SIGUSR1, 10, steps_made=4)
     assert slurm.asked()[-1] == "scontrol requeue 41"
     before = len(slurm.asked())
+    environment(STEP | {"SLURM_PROCID": "1"})  # the first process does it, for all
+    with pytest.raises(Interrupted), requeueing():
+        raise Interrupted(signal.SIGUSR1, 10, steps_made=4)
+    environment(STEP)
     with requeueing():
         pass
     with pytest.raises(ValueError, match="a fault"), requeueing():
