@@ -222,6 +222,8 @@ class Transformer(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         for name, parameter in self.named_parameters():
             layer = name.split(".")[-2]
+            if parameter.is_meta:  # values come later
+                continue
             if "norm" in layer:
                 parameter.fill_(1.0)
             elif layer in DRAWN:

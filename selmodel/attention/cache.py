@@ -81,6 +81,12 @@ class LayerCache:
         self._in_order = True  # the keys are in the first slots, oldest first
         self.free.zero_()
 
+    def reorder(self, rows: Tensor) -> None:
+        """See `KVCache.reorder`."""
+        for tensor in (self.k, self.v, self.F, self.sums, self.age, self.free):
+            if tensor is not None:
+                tensor.copy_(tensor.index_select(0, rows))
+
     @property
     def tensors(self) -> list[Tensor]:
         """All that the layer has allocated."""
@@ -305,6 +311,11 @@ class KVCache:
         """Forget what was seen, to start another sequence."""
         for layer in self.layers:
             layer.reset()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence i goes on from what sequence rows[i] has seen, as beam search asks for. rows [b], int64."""
+        for layer in self.layers:
+            layer.reorder(rows)
 
     def check_fits(self, tokens: Tensor) -> None:
         """Raise UserError unless a chunk of tokens [b, m] can be appended."""

@@ -132,6 +132,19 @@ class SentencePieceTokenizer(Tokenizer):
                     "that does not with data/train_tokenizer.py"
                 )
 
+    @property
+    def content(self) -> bytes:
+        """The model file."""
+        return self._content
+
+    def piece(self, i: int) -> str:
+        """The piece of an id, spaces written as U+2581; every id has another. IndexError beyond the vocabulary."""
+        return self._model.id_to_piece(i)
+
+    def piece_id(self, piece: str) -> int:
+        """The id of a piece; that of <unk> where there is no such piece."""
+        return self._model.piece_to_id(piece)
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:
             # One by one: a batch would start a thread, and is no faster.
@@ -205,6 +218,19 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id = self._model.token_to_id(self._bos)
         self.eos_id = self._model.token_to_id(self._eos)
         self.hash = hashlib.sha256(self._content + f"\0{self._bos}\0{self._eos}".encode()).hexdigest()
+
+    @property
+    def content(self) -> bytes:
+        """tokenizer.json."""
+        return self._content
+
+    @property
+    def bos_token(self) -> str:
+        return self._bos
+
+    @property
+    def eos_token(self) -> str:
+        return self._eos
 
     def _add_special(self, token: str) -> str:
         self._model.add_special_tokens([token])

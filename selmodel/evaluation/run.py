@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 EVALUATE_KEYS = (
     "checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer", "budgets", "rule", "n_sinks",
-    "n_keys", "search", "lengths", "report", "sweep",
+    "n_keys", "search", "lengths", "report", "sweep", "export", "export_dtype", "overwrite",
 )  # fmt: skip
 
 
@@ -41,6 +41,10 @@ def evaluate(cfg: DictConfig) -> object:
         return write_report(cfg)
     if cfg.sweep is not None:
         raise UserError(f"sweep={cfg.sweep}: is read by a report; expected report=NAME, one of {', '.join(REPORTS)}")
+    if cfg.export is not None:
+        from selmodel.inference.export import export  # transformers, which other suites should not wait for
+
+        return export(cfg)
     if cfg.suite not in SUITES:
         raise UserError(
             f"suite={cfg.suite}: no such suite{did_you_mean(str(cfg.suite), list(SUITES))} "
