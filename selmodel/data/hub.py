@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import urlsplit
 
 from selmodel.data.caching import one_process, write_atomically
@@ -218,6 +220,27 @@ class C4Source(FileSource):
             return remote_size(self._location(name), retries=self.retries)
         except TransferError as error:
             raise TransferError(f"{name}: {error}", error.attempts, status=error.status) from error
+
+
+def from_hub(
+    load: Callable[..., Any], name: str, what: str, expected: str, *, revision: str | None = None, **options: Any
+) -> Any:
+    """`load(name, revision=..., **options)`, a `from_pretrained`: from a folder, the cache or the Hub.
+
+    The Hub is asked first whether it has the repository, which fails soon where the library would try for minutes.
+    Where the model cannot be had: UserError, which begins with `what` and ends with `expected`.
+    """
+    try:
+        try:
+            return load(name, revision=revision, local_files_only=True, **options)
+        except Exception:
+            if os.path.isdir(name):
+                raise
+            ask_hub(f"api/models/{name}/revision/{revision or 'main'}")
+            return load(name, revision=revision, **options)
+    except Exception as error:  # many kinds, by what is missing: network, repository, file, class
+        reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+        raise UserError(f"{what}: cannot be loaded: {reason}. Expected {expected}") from error
 
 
 def ask_hub(path: str) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 import sentencepiece
 import torch
 
-from selmodel.data.hub import ask_hub
+from selmodel.data.hub import from_hub
 from selmodel.data.sources import Source
 from selmodel.data.tokenizer_training import BLANK, cached_path, train_once
 from selmodel.errors import UserError
@@ -378,22 +378,15 @@ def _load_hugging_face(name: str, revision: str | None) -> tuple[bytes, str | No
     """(tokenizer.json, BOS token, EOS token) from a folder, the cache or the Hub. UserError where it cannot be had."""
     from transformers import AutoTokenizer
 
-    try:
-        try:
-            loaded = AutoTokenizer.from_pretrained(name, revision=revision, use_fast=True, local_files_only=True)
-        except Exception:
-            if os.path.isdir(name):
-                raise
-            ask_hub(
-                f"api/models/{name}/revision/{revision or 'main'}"
-            )  # fails soon, where the library tries for minutes
-            loaded = AutoTokenizer.from_pretrained(name, revision=revision, use_fast=True)
-    except Exception as error:  # many kinds, by what is missing: network, repository, file, class
-        reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-        raise UserError(
-            f"tokenizer.name={name} (revision {revision or 'default'}): cannot be loaded: {reason}. Expected a name on "
-            "the Hugging Face Hub or a folder with tokenizer.json; without a network use tokenizer=sentencepiece"
-        ) from error
+    loaded = from_hub(
+        AutoTokenizer.from_pretrained,
+        name,
+        f"tokenizer.name={name} (revision {revision or 'default'})",
+        "a name on the Hugging Face Hub or a folder with tokenizer.json; without a network use tokenizer=sentencepiece",
+        revision=revision,
+        use_fast=True,
+        trust_remote_code=False,
+    )
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"tokenizer.name={name}: has no fast version (tokenizer.json). Choose a fast tokenizer")

@@ -14,9 +14,11 @@ from selmodel.data.caching import write_atomically
 from selmodel.errors import UserError
 from selmodel.evaluation.accuracy import task_accuracy
 from selmodel.evaluation.budget_suite import budget_search
+from selmodel.evaluation.foreign import foreign_perplexity
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.evaluation.pruning import pruning, pruning_rules
 from selmodel.evaluation.setup import evaluation_trainer, output_path
+from selmodel.evaluation.subject import is_foreign
 from selmodel.sweep.status import status
 from selmodel.training.loading import load_run
 from selmodel.training.setup import check_trainer
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 EVALUATE_KEYS = (
     "checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer", "budgets", "rule", "n_sinks",
     "n_keys", "search", "lengths", "report", "sweep", "export", "export_dtype", "overwrite",
+    "like", "context_length", "hellaswag", "tasks", "num_fewshot", "limit", "batch_size",
 )  # fmt: skip
 
 
@@ -50,6 +53,13 @@ def evaluate(cfg: DictConfig) -> object:
             f"suite={cfg.suite}: no such suite{did_you_mean(str(cfg.suite), list(SUITES))} "
             f"(expected one of {', '.join(SUITES)})"
         )
+    if is_foreign(cfg.checkpoint) and cfg.suite not in FOREIGN_SUITES:
+        raise UserError(
+            f"suite={cfg.suite} with checkpoint={cfg.checkpoint}: needs a model of train.py; for one in Hugging Face's "
+            f"format expected one of {', '.join(FOREIGN_SUITES)}"
+        )
+    if cfg.like is not None and not is_foreign(cfg.checkpoint):
+        raise UserError(f"like={cfg.like}: gives the text for a checkpoint=hf:PATH; leave it out")
     if cfg.output and Path(cfg.output).expanduser().is_dir():
         raise UserError(f"output={cfg.output}: is a folder; expected the name of a JSON file")
     if cfg.checkpoint is None:
@@ -93,6 +103,8 @@ def make_report(name: str, directory: Path) -> None:
 
 def perplexity(cfg: DictConfig) -> ValidationResult:
     """The validation of the run, done again from its checkpoint: loss, perplexity, bits per byte, by position."""
+    if is_foreign(cfg.checkpoint):
+        return foreign_perplexity(cfg)
     run = load_run(cfg.checkpoint)
     data = run.data(cfg.data, cache_dir=cfg.cache_dir)
     trainer = evaluation_trainer(cfg, run)
@@ -118,13 +130,31 @@ def perplexity(cfg: DictConfig) -> ValidationResult:
     return result
 
 
+def hellaswag(cfg: DictConfig) -> dict:
+    """See ``selmodel.evaluation.harness``."""
+    from selmodel.evaluation import harness  # lm-eval takes seconds to import, and may not be installed
+
+    return harness.hellaswag(cfg)
+
+
+def lm_eval(cfg: DictConfig) -> dict:
+    """See ``selmodel.evaluation.harness``."""
+    from selmodel.evaluation import harness
+
+    return harness.lm_eval_tasks(cfg)
+
+
 SUITES: dict[str, Callable[[DictConfig], object]] = {
     "perplexity": perplexity,
     "pruning": pruning,
     "pruning_rules": pruning_rules,
     "budget_search": budget_search,
     "task_accuracy": task_accuracy,
+    "hellaswag": hellaswag,
+    "lm_eval": lm_eval,
 }
+
+FOREIGN_SUITES = ("perplexity", "hellaswag", "lm_eval")  # that take checkpoint=hf:PATH
 
 # Of these selmodel.report.run makes all but the first; named here, so that a mistake is answered at once.
 REPORTS = (

@@ -40,6 +40,11 @@ class SelModelTokenizer(PreTrainedTokenizer):
         super().__init__(**options)
 
     @property
+    def training_tokenizer(self) -> SentencePieceTokenizer:
+        """The tokenizer as training has it."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, without tokens added later."""
         return self._tokenizer.vocab_size

@@ -19,7 +19,7 @@ from selmodel.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from selmodel.errors import UserError
 from selmodel.inference.model_card import model_card
 from selmodel.training.loading import TrainedRun, load_run
-from selmodel.training.summary import RESULTS
+from selmodel.training.summary import recorded_results
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _fast(tokenizer: HuggingFaceTokenizer) -> Any:
 
 def describe(run: TrainedRun, dtype: str, pruning: Mapping[str, Any]) -> dict[str, Any]:
     """What the folder's record and model card say: plain values, and no path of this machine."""
-    results = _results(run)
+    results = recorded_results(run.path, run.step)
     data = OmegaConf.to_container(run.config.data, resolve=True)
     optim = OmegaConf.to_container(run.config.optim, resolve=True)
     return {
@@ -170,24 +170,11 @@ def describe(run: TrainedRun, dtype: str, pruning: Mapping[str, Any]) -> dict[st
             "memory_loss_eps": run.model.memory_loss_eps,
         },
         "tokenizer": {"kind": type(run.tokenizer).__name__, "hash": run.tokenizer.hash},
-        "validation": results.get("validation"),
+        "validation": {name: x for name, x in results.get("validation", {}).items() if name != "loss_by_position"},
         "protocol": results.get("protocol"),
         "environment": run.environment,
         "budgets": dict(pruning) or None,
     }
-
-
-def _results(run: TrainedRun) -> dict[str, Any]:
-    """The figures of this very step: of an evaluation of the checkpoint, or those that the run ended with."""
-    for name in (f"evaluation-{run.path.stem}.json", RESULTS):
-        try:
-            results = json.loads((run.path.parent / name).read_text())
-        except (OSError, ValueError):
-            continue
-        if results.get("step") == run.step and isinstance(results.get("validation"), dict):
-            results["validation"].pop("loss_by_position", None)
-            return results
-    return {}
 
 
 @contextmanager

@@ -123,6 +123,21 @@ def results_step(path: Path) -> int | None:
         return None
 
 
+def recorded_results(checkpoint: Path, step: int) -> dict[str, Any]:
+    """Figures of ``checkpoint``, which is of ``step``: those of its evaluation, or those that its run ended with.
+
+    Empty where there are none of this very step.
+    """
+    for name in (f"evaluation-{checkpoint.stem}.json", RESULTS):
+        try:
+            results = json.loads((checkpoint.parent / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(results, dict) and results.get("step") == step and isinstance(results.get("validation"), dict):
+            return results
+    return {}
+
+
 def to_json(value: Any) -> bytes:
     """``value`` as indented JSON; numbers that JSON has no word for (NaN, infinity) become null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False).encode() + b"\n"

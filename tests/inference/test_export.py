@@ -136,7 +136,7 @@ def test_a_checkpoint_without_figures_of_its_own_shows_none(command, trained, tm
     results = json.loads((trained / "results.json").read_text())
     (other / "results.json").write_text(json.dumps(results | {"step": 11}))
     folder = command(checkpoint=other)
-    assert json.loads((folder / "selmodel.json").read_text())["validation"] is None
+    assert json.loads((folder / "selmodel.json").read_text())["validation"] == {}
     assert "None are recorded for this step" in (folder / "README.md").read_text()
 
 
