@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,7 @@ class TrainLoader:
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None is the platform's
             default.
 
+    `around_wait` makes the context in which it waits for a batch; a trainer that wants to know sets it.
     `skipped` int64 [2] is what the workers of this iteration left out as unreadable: rows, rests of shards.
     """
 
@@ -154,6 +156,7 @@ class TrainLoader:
         self.prefetch = prefetch
         self.document_mask = document_mask
         self.multiprocessing_context = multiprocessing_context
+        self.around_wait: Callable[[], AbstractContextManager] = nullcontext
         self.skipped = np.zeros(2, dtype=np.int64)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -189,7 +192,8 @@ class TrainLoader:
     def _batches(self, source: Iterator[dict[str, Any]], step: int) -> Iterator[dict[str, Any]]:
         try:
             while True:
-                pieces = [next(source) for _ in range(max(self.workers, 1))]
+                with self.around_wait():
+                    pieces = [next(source) for _ in range(max(self.workers, 1))]
                 for worker, piece in enumerate(pieces):
                     if "error" in piece:
                         raise piece["error"]

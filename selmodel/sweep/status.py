@@ -14,7 +14,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from selmodel.sweep.grid import Job, read_manifest
-from selmodel.training.checkpoint import LAST
+from selmodel.training.checkpoint_file import LAST
 from selmodel.training.loggers import read_rows
 
 log = logging.getLogger(__name__)

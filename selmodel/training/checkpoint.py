@@ -1,114 +1,30 @@
-"""Checkpoints: what is in one, how it is written, and whether a run may go on from it.
+"""When checkpoints are taken, what is in one, and what happens when one cannot be written.
 
-A checkpoint is a dictionary of plain containers and tensors, so that ``torch.load(path, weights_only=True)`` reads
-it and nothing in it can run code. It is always taken after everything that belongs to its optimizer step,
-validation included, so a resumed run does the next step and nothing twice.
+A checkpoint is always taken after everything that belongs to its optimizer step, validation included, so a resumed run
+does the next step and nothing twice. Where a stop could not wait for the validation, the checkpoint says that it is
+still to be done. The files: ``selmodel.training.checkpoint_file``.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import random
-import tempfile
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from selmodel.errors import UserError
+from selmodel.evaluation.perplexity import ValidationResult
+from selmodel.training.checkpoint_file import BEST, FORMAT, LAST, read_checkpoint, set_aside, write_checkpoint
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-LAST = "last.ckpt"
-BEST = "best.ckpt"
 MONITORS = ("val/loss", "val/perplexity", "val/bits_per_byte")
-
-
-class AtomicCheckpointIO(CheckpointIO):
-    """Writes to a temporary name, flushes to disk, renames: a file of the final name is always whole."""
-
-    def save_checkpoint(self, checkpoint: dict, path: str | Path, storage_options: Any = None) -> None:
-        path = Path(path)
-        _check_plain(checkpoint)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        _flush_directory(path.parent)
-
-    def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = True) -> dict:
-        return read_checkpoint(path, map_location)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        Path(path).unlink(missing_ok=True)
-
-
-def _check_plain(value: Any, path: str = "checkpoint") -> None:
-    """Refuse what ``weights_only=True`` would refuse to load, while the run can still be saved otherwise.
-
-    Exact types: a subclass (``TorchVersion`` of ``str``, ``OrderedDict`` excepted, which torch allows) would not load.
-    """
-    if type(value) in (dict, OrderedDict):
-        for key, inner in value.items():
-            if type(key) not in (str, int):
-                raise TypeError(f"{path}: key {key!r} of type {type(key).__name__} cannot go into a checkpoint")
-            _check_plain(inner, f"{path}.{key}")
-    elif type(value) in (list, tuple):
-        for index, inner in enumerate(value):
-            _check_plain(inner, f"{path}[{index}]")
-    elif not isinstance(value, torch.Tensor) and type(value) not in (str, int, float, bool, bytes, type(None)):
-        raise TypeError(f"{path}: a {type(value).__module__}.{type(value).__name__} cannot go into a checkpoint")
-
-
-def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict:
-    """Read a checkpoint without unpickling arbitrary objects.
-
-    Raises:
-        UserError: when the file is missing, not whole, or not a checkpoint of this project.
-    """
-    path = Path(path)
-    if path.is_dir():
-        path = path / LAST
-    if not path.is_file():
-        near = sorted(path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
-        hint = "found beside it: " + ", ".join(p.name for p in near) if near else "no checkpoint is beside it"
-        raise UserError(f"checkpoint={path}: no such file; expected RUN/{LAST} or RUN/{BEST}; {hint}")
-    try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:  # zip, pickle, EOF and runtime errors, by the kind of damage
-        raise UserError(
-            f"checkpoint={path}: cannot be read ({type(error).__name__}, {path.stat().st_size} bytes); it is damaged "
-            f"or not a checkpoint; try the other one of {LAST} and {BEST}"
-        ) from error
-    stored = checkpoint.get("selmodel") if isinstance(checkpoint, dict) else None
-    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-        raise UserError(
-            f"checkpoint={path}: not a checkpoint that this version reads; expected one of format {FORMAT}, written by "
-            "train.py"
-        )
-    return checkpoint
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of checkpoints that a kill has cut short."""
-    for path in directory.glob(".*.ckpt.*.tmp"):
-        path.unlink(missing_ok=True)
 
 
 class CheckpointWriter(L.Callback):
@@ -120,6 +36,7 @@ class CheckpointWriter(L.Callback):
             configuration, architecture, tokenizer), stored under ``selmodel``.
         every_n_steps: steps between two ``last.ckpt``; 0 for the end only.
         monitor: validation figure that ``best.ckpt`` holds the lowest of; null for no ``best.ckpt``.
+        max_failed_saves: so many times in a row a file may fail to be written (a full disk) before the run stops.
     """
 
     def __init__(
@@ -129,9 +46,15 @@ class CheckpointWriter(L.Callback):
         *,
         every_n_steps: int = 500,
         monitor: str | None = "val/loss",
+        max_failed_saves: int = 3,
     ) -> None:
         if every_n_steps < 0:
             raise UserError(f"callbacks.checkpoint.every_n_steps={every_n_steps}: must be 0 (at the end only) or more")
+        if max_failed_saves < 1:
+            raise UserError(
+                f"callbacks.checkpoint.max_failed_saves={max_failed_saves}: must be at least 1, the failures in a row "
+                "that stop a run"
+            )
         if monitor not in (None, *MONITORS):
             raise UserError(
                 f"callbacks.checkpoint.monitor={monitor}: no such figure; expected null or one of {', '.join(MONITORS)}"
@@ -140,6 +63,11 @@ class CheckpointWriter(L.Callback):
         self.identity = identity
         self.every_n_steps = every_n_steps
         self.monitor = monitor
+        self.max_failed_saves = max_failed_saves
+        self.failed_saves = 0  # in all, also by earlier starts
+        self.validation_pending = False  # of the step that training stands at
+        self.damaged: Sequence[Path] = ()  # checkpoints that the run did not go on from
+        self._failed_in_a_row = 0
         self.best: float | None = None
         self.best_step: int | None = None
         self._last_step: int | None = None
@@ -156,18 +84,21 @@ class CheckpointWriter(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
+        self.validation_pending = False
         if self.monitor is not None:
             value = float(trainer.callback_metrics[self.monitor])
             # A diverged run's NaN is never the lowest, and nothing would be lower than it later.
             if math.isfinite(value) and (self.best is None or value < self.best):
+                before = self.best, self.best_step
                 self.best, self.best_step = value, trainer.global_step
-                self._save(trainer, module, BEST)
+                if not self._save(trainer, module, BEST):
+                    self.best, self.best_step = before
         if self._due(trainer.global_step):
             self.save_last(trainer, module)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.global_step and self._last_step != trainer.global_step:
-            self.save_last(trainer, module)
+            self.save_last(trainer, module, final=True)
 
     def _due(self, step: int) -> bool:
         return self.every_n_steps > 0 and step > 0 and step % self.every_n_steps == 0
@@ -180,20 +111,86 @@ class CheckpointWriter(L.Callback):
 
     # -- what -----------------------------------------------------------------------------------------------
 
-    def save_last(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Write ``last.ckpt`` now; every process must call it, between two optimizer steps."""
-        self._last_step = trainer.global_step
-        self._save(trainer, module, LAST)
+    def save_last(self, trainer: L.Trainer, module: L.LightningModule, *, final: bool = False) -> None:
+        """Write ``last.ckpt`` now; every process must call it, between two optimizer steps.
 
-    def _save(self, trainer: L.Trainer, module: L.LightningModule, name: str) -> None:
+        Args:
+            final: nothing is trained after this, so there is no further try.
+
+        Raises:
+            UserError: it could not be written, and it was the final one, or too many before it were not either.
+        """
+        self._last_step = trainer.global_step
+        self._save(trainer, module, LAST, final=final)
+
+    def _save(self, trainer: L.Trainer, module: L.LightningModule, name: str, *, final: bool = False) -> bool:
         module.timer.pause()
+        files = trainer.strategy.checkpoint_io
+        files.failure = None
         trainer.save_checkpoint(self.directory / name, weights_only=False)
+        reason = self._agree_on_failure(trainer, module, files.failure)
+        if reason is None:
+            self._failed_in_a_row = 0
+        else:
+            self._failed(trainer.global_step, name, reason, final=final)
         module.timer.start()
+        return reason is None
+
+    def _agree_on_failure(self, trainer: L.Trainer, module: L.LightningModule, failure: OSError | None) -> str | None:
+        """Why the first process, which writes, could not; None where it could. Known to all processes after this."""
+        reason = None if failure is None else (failure.strerror or str(failure))
+        if trainer.world_size == 1:
+            return reason
+        shared = [reason]
+        torch.distributed.broadcast_object_list(shared, src=0, device=module.device)
+        return shared[0]
+
+    def _failed(self, step: int, name: str, reason: str, *, final: bool) -> None:
+        self.failed_saves += 1
+        self._failed_in_a_row += 1
+        path = self.directory / name
+        there = "the one before it is untouched" if path.exists() else "there is none of that name yet"
+        fault = f"step {step}: {path} could not be written ({reason}); {there}"
+        if final or self._failed_in_a_row >= self.max_failed_saves:
+            often = "" if final else (
+                f", {self._failed_in_a_row} times in a row (callbacks.checkpoint.max_failed_saves="
+                f"{self.max_failed_saves})"
+            )  # fmt: skip
+            raise UserError(
+                f"stopped at {fault}{often}. Free space or mend the folder's rights; the same command then goes on "
+                "from the last checkpoint that was written"
+            )
+        log.error(
+            "%s. Training goes on; it stops after %d failures in a row, this is number %d",
+            fault, self.max_failed_saves, self._failed_in_a_row,
+        )  # fmt: skip
+
+    def finish_pending(self, path: Path, validation: ValidationResult) -> None:
+        """After the validation of a finished run, which a stop had cut short: write what it would have written.
+
+        path: the checkpoint that says that it is pending.
+        """
+        self.validation_pending = False
+        checkpoint = read_checkpoint(path)
+        names = [path.name]
+        value = math.nan if self.monitor is None else validation.metrics()[self.monitor]
+        if math.isfinite(value) and (self.best is None or value < self.best):
+            # As Lightning keeps figures for callbacks: in float32.
+            self.best, self.best_step = float(torch.tensor(value)), checkpoint["selmodel"]["step"]
+            names.insert(0, BEST)
+        checkpoint["callbacks"][self.state_key] = self.state_dict()
+        for name in names:
+            write_checkpoint(checkpoint, path.with_name(name))
 
     def state_dict(self) -> dict:
-        return {"monitor": self.monitor, "best": self.best, "best_step": self.best_step}
+        return {
+            "monitor": self.monitor, "best": self.best, "best_step": self.best_step,
+            "failed_saves": self.failed_saves, "validation_pending": self.validation_pending,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict) -> None:
+        self.failed_saves = state.get("failed_saves", 0)
+        self.validation_pending = state.get("validation_pending", False)
         if state["monitor"] == self.monitor:
             self.best, self.best_step = state["best"], state["best_step"]
         else:
@@ -211,6 +208,9 @@ class CheckpointWriter(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
+        if trainer.is_global_zero:  # not before: all processes have read by now what they go on from
+            for path in self.damaged:
+                log.warning("%s: is damaged, kept as %s", path, set_aside(path).name)
         # Last of all, since restoring and building loaders may draw numbers.
         if (state := self.__dict__.pop("_random", None)) is not None:
             set_random_state(state)
@@ -289,26 +289,3 @@ def _gather(value: dict) -> list[dict]:
     values = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
-
-
-# -- files ----------------------------------------------------------------------------------------------------
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _flush_directory(directory: Path) -> None:
-    """Make a rename durable; file systems that cannot open a directory for this are left as they are."""
-    try:
-        handle = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

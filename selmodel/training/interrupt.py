@@ -7,11 +7,12 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
 
+from selmodel.training.checkpoint import CheckpointWriter
 from selmodel.training.cluster import (
     REQUEUE_SIGNALS,
     cluster_environment,
@@ -40,6 +41,8 @@ class Interrupted(BaseException):
 
     def __init__(self, number: int, step: int | None, unit: str = "step", *, steps_made: int = 0) -> None:
         when = "outside of training" if step is None else f"after {unit} {step}"
+        if step == 0 and unit == "step":
+            when = "before the first step"
         super().__init__(f"stopped by {signal.Signals(number).name} {when}")
         self.signal = number
         self.step = step
@@ -102,21 +105,42 @@ def _without_signals() -> Iterator[None]:
 
 
 class StopOnSignal(L.Callback):
-    """Turns a signal (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2) into a stop after the current step, ``last.ckpt`` written.
+    """Turns a signal (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2) into a stop, ``last.ckpt`` written.
+
+    In one process the stop comes at once where nothing of the state of training changes meanwhile: until the first step
+    is done (a compilation may take minutes), while training waits for data, and during a validation, which is done
+    anew when the run goes on. Elsewhere, and in several processes, which must agree, it comes after the current step,
+    or after the current batch of a validation.
 
     A second signal of the same kind stops at once, as if this callback were not there. Not so the cluster's in a SLURM
     job, where it is no impatient person: SLURM sends SIGTERM at the beginning and at the end of a grace time, and kills
     in the end.
+
+    Args:
+        writer: writes the checkpoint.
     """
 
-    def __init__(self, save) -> None:
-        self._save = save  # called with (trainer, module)
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self._writer = writer
+        self._trainer: L.Trainer | None = None
         self._received: int | None = None
+        self._stop: Interrupted | None = None  # raised where the state rests
         self._first_step = 0
+        # "first": the first step of this start is not done, so that there is nothing to save; "rest": the state of
+        # training does not change; "busy": it does, or files are written.
+        self._phase = "busy"
+        self._phase_before = "busy"  # a validation
         self._previous: dict[int, Any] = {}
 
+    # -- signals --------------------------------------------------------------------------------------------
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._trainer = trainer
         self._first_step = trainer.global_step
+        self._phase = "first"
+        loader = trainer.train_dataloader
+        if hasattr(loader, "around_wait"):
+            loader.around_wait = self._waiting
         for number in _SIGNALS:
             try:
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -131,14 +155,78 @@ class StopOnSignal(L.Callback):
             signal.signal(number, signal.SIG_DFL)
         elif repeated:
             return
-        log.warning("%s: stopping after this step", signal.Signals(number).name)
+        if self._rests:
+            log.warning("%s: stopping", signal.Signals(number).name)
+            self._raise()
+        if self._stop is None:
+            log.warning("%s: stopping after this step", signal.Signals(number).name)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether the run may stop here and now."""
+        return self._phase != "busy" and self._trainer.world_size == 1 and self._stop is None
+
+    def _raise(self) -> NoReturn:
+        # Before the first step is done the step counter may be ahead of the rest of the state.
+        step = self._first_step if self._phase == "first" else self._trainer.global_step
+        self._phase = "busy"  # a further signal must not break into writing the checkpoint
+        self._stop = Interrupted(self._received, step, steps_made=step - self._first_step)
+        raise self._stop
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around the wait for a batch: a signal stops at once, also one that came during the step before."""
+        before = self._phase
+        self._phase = "first" if before == "first" else "rest"
+        if self._received is not None and self._rests:
+            self._raise()
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        """The stop has left the loops; now nothing else runs, and the state can be written."""
+        if exception is self._stop and exception.steps_made:
+            self._writer.save_last(trainer, module, final=True)
+
+    # -- places where all processes agree -------------------------------------------------------------------
 
     # At the start of the next batch everything that belongs to the step before, validation included, is done.
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self._stop_if_asked(trainer, module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self._phase = "busy"
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self._in_training(trainer):
+            self._writer.validation_pending = True
+            self._phase_before, self._phase = self._phase, "rest"
+
+    def on_validation_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if self._in_training(trainer):
+            self._stop_if_asked(trainer, module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._phase = "busy"  # its figures are written next
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self._in_training(trainer):
+            self._phase = self._phase_before
+
+    def _in_training(self, trainer: L.Trainer) -> bool:
+        return trainer.state.fn == "fit" and self._trainer is not None
+
+    def _stop_if_asked(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         received = self._agree(trainer, module)
-        if received and trainer.global_step:
-            self._save(trainer, module)
-            raise Interrupted(received, trainer.global_step, steps_made=trainer.global_step - self._first_step)
+        if not received:
+            return
+        self._phase = "busy"
+        step = trainer.global_step
+        if step > self._first_step:
+            self._writer.save_last(trainer, module, final=True)
+        raise Interrupted(received, step, steps_made=step - self._first_step)
 
     def _agree(self, trainer: L.Trainer, module: L.LightningModule) -> int:
         """The signal that any process received, so that all stop after the same step."""
@@ -152,3 +240,26 @@ class StopOnSignal(L.Callback):
         while self._previous:
             number, handler = self._previous.popitem()
             signal.signal(number, handler)
+
+
+class PendingValidation(L.Callback):
+    """Does the validation first that a stop before did not wait for.
+
+    Args:
+        writer: knows whether there is one.
+    """
+
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self._writer = writer
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if not self._writer.validation_pending:
+            return
+        log.info("step %d: its validation, which a stop had cut short", trainer.global_step)
+        # As Lightning's training loop does it after a step.
+        connector = trainer._logger_connector
+        first_iteration = connector._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+        connector._first_loop_iter = first_iteration

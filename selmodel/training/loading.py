@@ -14,7 +14,7 @@ from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.model import Transformer
-from selmodel.training.checkpoint import LAST, read_checkpoint
+from selmodel.training.checkpoint_file import LAST, read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.resume import check_identity, load_weights
 from selmodel.training.setup import build_model

@@ -6,6 +6,7 @@ appended to line by line, so a killed run loses nothing that was logged, and a r
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import logging
@@ -18,6 +19,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from selmodel.data.caching import write_atomically
+from selmodel.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +61,31 @@ class Table:
         return read_rows(self.path)
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one row, written and flushed to the operating system before this returns."""
+        """Add one row, written and flushed to the operating system before this returns.
+
+        Raises:
+            OSError: the disk refuses. The file is as it was before.
+        """
         new = [key for key in row if key not in self.columns]
         if new:
-            rows = self.rows()
+            rows, columns = self.rows(), list(self.columns)
             self.columns += new
-            self._rewrite(rows)
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self.columns).writerow({key: _text(value) for key, value in row.items()})
+            try:
+                self._rewrite(rows)
+            except BaseException:
+                self.columns = columns
+                raise
+        line = io.StringIO(newline="")
+        csv.DictWriter(line, self.columns).writerow({key: _text(value) for key, value in row.items()})
+        with self.path.open("ab") as file:
+            size = file.tell()
+            try:
+                file.write(line.getvalue().encode())
+                file.flush()
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)  # half a row would run into the next one
+                raise
 
     def rewind(self, step: int, overtaken: Path) -> int:
         """Move rows of steps after ``step``, which will be trained again, to the file ``overtaken``.
@@ -90,7 +109,10 @@ class Table:
         writer = csv.DictWriter(text, self.columns)
         writer.writeheader()
         writer.writerows({key: value or "" for key, value in row.items()} for row in rows)
-        write_atomically(self.path, text.getvalue().encode())
+        try:
+            write_atomically(self.path, text.getvalue().encode())
+        except UserError as error:
+            raise error.__cause__ or error from None
 
 
 def _text(value: Any) -> str:
@@ -101,12 +123,15 @@ class CSVMetrics(Logger):
     """Writes training figures to ``train.csv`` and validation figures to ``validation.csv`` in ``directory``.
 
     Lightning's own CSV logger deletes the file of an earlier start, so a resumed run would lose its history.
+
+    A disk that refuses does not stop training: the rows wait, and are written with the next ones.
     """
 
     def __init__(self, directory: str | Path) -> None:
         super().__init__()
         self.directory = Path(directory)
         self._tables: dict[str, Table] = {}
+        self._waiting: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
 
     @property
     def name(self) -> str:
@@ -122,8 +147,38 @@ class CSVMetrics(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        validation = any(key.startswith("val/") for key in metrics)
-        self._table("validation" if validation else "train").append({"step": step} | metrics)
+        name = "validation" if any(key.startswith("val/") for key in metrics) else "train"
+        self._waiting[name].append({"step": step} | metrics)
+        try:
+            self._write(name)
+        except OSError as error:
+            if len(self._waiting[name]) == 1:
+                log.error(
+                    "step %s: %s.csv in %s could not be written (%s); its rows are kept in memory and tried again",
+                    step, name, self.directory, error.strerror or error,
+                )  # fmt: skip
+
+    def _write(self, name: str) -> None:
+        """Write the rows that wait. Raises OSError where the disk refuses; those not written go on waiting."""
+        waiting = self._waiting[name]
+        n_waiting = len(waiting)
+        while waiting:
+            self._table(name).append(waiting[0])
+            waiting.pop(0)
+        if n_waiting > 1:
+            log.info("%s.csv can be written again: %d rows that waited are in it", name, n_waiting)
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """Write what waits. Raises UserError where the disk still refuses."""
+        for name, waiting in self._waiting.items():
+            try:
+                self._write(name)
+            except OSError as error:
+                raise UserError(
+                    f"{name}.csv in {self.directory} could not be written ({error.strerror or error}): {len(waiting)} "
+                    "rows, from the last steps, are lost. Free space or mend the folder's rights, and run it again"
+                ) from error
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

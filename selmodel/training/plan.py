@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WEIGHT_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 # last.ckpt, best.ckpt, and the one being written before it takes the place of another.
-CHECKPOINTS_AT_ONCE = 3
+CHECKPOINTS_AT_ONCE = 4
 # Share of the memory asked for that an allocator keeps beyond it (docs/LOG.md).
 ALLOCATOR_SHARE = 0.15
 
@@ -113,7 +113,7 @@ class Plan:
             f"  {'in all':<18}{mib(self.memory.total):>12}, and up to {ALLOCATOR_SHARE:.0%} that the allocator keeps; "
             + ("free here: not known" if self.memory_free is None else f"free here: {gib(self.memory_free)}"),
             "",
-            f"disk         {mib(self.checkpoint)} a checkpoint; last.ckpt, best.ckpt and one being written: "
+            f"disk         {mib(self.checkpoint)} a checkpoint; last, previous, best and one being written: "
             f"{mib(self.disk)}; free here: {gib(self.disk_free)}",
         ]
         warnings = self.warnings()

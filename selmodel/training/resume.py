@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from selmodel.comparing import differences
 from selmodel.errors import UserError
-from selmodel.training.checkpoint import LAST, read_checkpoint
+from selmodel.training.checkpoint_file import BEST, LAST, PREVIOUS, newest_checkpoint, read_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -18,21 +20,40 @@ _FREE = (
 )  # fmt: skip
 
 
-def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from.
+
+    Attributes:
+        path: of the file.
+        checkpoint: its contents.
+        passed: newer ones of the run that are damaged, each with what is wrong with it.
+    """
+
+    path: Path
+    checkpoint: dict
+    passed: Sequence[tuple[Path, str]] = ()
+
+
+def find_checkpoint(run_dir: Path, resume: str) -> Found | None:
     """The checkpoint that ``resume`` asks for.
 
     Args:
         run_dir: the run's directory.
-        resume: ``auto`` for ``run_dir/last.ckpt`` when it exists, ``never``, or a checkpoint's path.
+        resume: ``auto`` for the newest whole checkpoint in ``run_dir`` if there is one, ``never``, or a checkpoint's
+            path.
 
     Raises:
-        UserError: ``never`` in a directory that holds a run, or a path that does not exist.
+        UserError: ``never`` in a directory that holds a run, a path that does not exist, checkpoints none of which is
+            whole.
     """
     last = run_dir / LAST
+    holds_run = (run_dir / "train.csv").exists() or any((run_dir / name).exists() for name in (LAST, PREVIOUS, BEST))
     if resume == "auto":
-        return last if last.exists() else None
+        path, checkpoint, passed = newest_checkpoint(run_dir)
+        return None if path is None else Found(path, checkpoint, passed)
     if resume == "never":
-        if last.exists() or (run_dir / "train.csv").exists():
+        if holds_run:
             raise UserError(
                 f"resume=never: {run_dir} already holds a run, which would be overwritten; "
                 "choose another run_dir=..., remove that folder, or go on with resume=auto"
@@ -45,10 +66,12 @@ def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
         raise UserError(
             f"resume={resume}: no such file; expected auto, never, or the path of a checkpoint (RUN/{LAST})"
         )
-    if path.parent == run_dir or not (last.exists() or (run_dir / "train.csv").exists()):
-        return path
-    if last.exists() and read_checkpoint(last)["selmodel"]["config"]["resume"] == resume:
-        return last  # begun from that checkpoint by the same command, and further now
+    if path.parent == run_dir or not holds_run:
+        return Found(path, read_checkpoint(path))
+    if last.exists():
+        own = newest_checkpoint(run_dir)
+        if own[1]["selmodel"]["config"]["resume"] == resume:
+            return Found(*own)  # begun from that checkpoint by the same command, and further now
     raise UserError(
         f"resume={resume}: {run_dir} already holds another run, which would be overwritten; choose another run_dir=..."
     )

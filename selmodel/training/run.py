@@ -24,10 +24,17 @@ from selmodel.data.caching import write_atomically
 from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.evaluation.perplexity import ValidationResult
-from selmodel.training.checkpoint import CheckpointWriter, read_checkpoint, remove_leftovers
+from selmodel.training.checkpoint import CheckpointWriter
+from selmodel.training.checkpoint_file import remove_leftovers
 from selmodel.training.cluster import cluster_environment, is_first_process, parting_at_the_end
 from selmodel.training.guards import StopWhenExhausted
-from selmodel.training.interrupt import Interrupted, StopOnSignal, requeueing, stopping_outside_training
+from selmodel.training.interrupt import (
+    Interrupted,
+    PendingValidation,
+    StopOnSignal,
+    requeueing,
+    stopping_outside_training,
+)
 from selmodel.training.loggers import CSVMetrics
 from selmodel.training.module import LanguageModel
 from selmodel.training.ownership import only_writer
@@ -64,12 +71,19 @@ def train(cfg: DictConfig) -> ValidationResult | None:
 
 
 def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
-    resume_from = find_checkpoint(run_dir, str(cfg.resume))
+    found = find_checkpoint(run_dir, str(cfg.resume))
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     tokenizer, data = build_data(cfg)
     model = build_model(cfg, tokenizer)
     identity = _identity(cfg, run_dir, model, tokenizer, data)
-    step = None if resume_from is None else _check_checkpoint(resume_from, identity, data)
+    resume_from = step = None
+    damaged = []
+    if found is not None:
+        resume_from, damaged = found.path, [path for path, _ in found.passed]
+        for path, reason in found.passed:
+            log.warning("%s: %s; passed over", path, reason)
+        step = _check_checkpoint(found.checkpoint, resume_from, identity, data)
+    del found  # kept, the checkpoint, which Lightning reads again, would lie in memory all through training
 
     module = LanguageModel(
         model,
@@ -79,12 +93,19 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
         guards=build(cfg.guards),
     )
     writer = build(cfg.callbacks.checkpoint, directory=run_dir, identity=lambda: identity)
+    writer.damaged = damaged
     metrics = CSVMetrics(run_dir)
     wandb = _wandb(cfg, run_dir, identity, model)
     others = [build(node) for name, node in cfg.callbacks.items() if name != "checkpoint" and node is not None]
     trainer = build_trainer(
         cfg,
-        callbacks=[writer, *others, StopWhenExhausted(writer.save_last), StopOnSignal(writer.save_last)],
+        callbacks=[
+            writer,
+            *others,
+            PendingValidation(writer),
+            StopWhenExhausted(writer.save_last),
+            StopOnSignal(writer),
+        ],
         loggers=[metrics, *wandb],  # the CSV first: what wandb has, it has too
     )
     data.order.check_world(trainer.world_size)
@@ -96,11 +117,13 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
                 run_dir, step, cfg.trainer.max_steps, run_dir,
             )  # fmt: skip
             if resume_from.parent == run_dir and results_step(run_dir / RESULTS) != step:
-                return _write_missing_results(run_dir, resume_from, step, trainer, module, data, writer, identity)
+                return _write_missing_results(
+                    run_dir, resume_from, step, trainer, module, data, writer, metrics, identity
+                )
             return None
-        if trainer.is_global_zero and resume_from.parent == run_dir:
-            metrics.rewind(step)
         log.info("resuming from %s at step %d", resume_from, step)
+    if trainer.is_global_zero and (resume_from is None or resume_from.parent == run_dir):
+        metrics.rewind(step or 0)
     with _log_file(run_dir / "train.log") if trainer.is_global_zero else contextlib.nullcontext():
         if trainer.is_global_zero:
             remove_leftovers(run_dir)
@@ -112,6 +135,7 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
         finally:
             _finish_wandb(wandb, sys.exc_info()[1])
+        metrics.flush()
         if trainer.is_global_zero:
             write_results(run_dir / RESULTS, module, trainer, writer, identity, time.monotonic() - started)
             # Where weights are shared out, one process alone cannot generate.
@@ -122,24 +146,24 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
 
 def _write_missing_results(
     run_dir: Path, checkpoint: Path, step: int, trainer: L.Trainer, module: LanguageModel, data: DataModule,
-    writer: CheckpointWriter, identity: dict,
+    writer: CheckpointWriter, metrics: CSVMetrics, identity: dict,
 ) -> ValidationResult:  # fmt: skip
     """The end of a run that was cut off between its last checkpoint and its results: validate again, and write them."""
     log.info("its %s is missing or older: validating once more", RESULTS)
     trainer.validate(module, datamodule=data, ckpt_path=checkpoint, weights_only=True, verbose=False)
     if trainer.is_global_zero:
+        if writer.validation_pending:
+            metrics.log_metrics(module.validation.metrics() | {"train/tokens": module.tokens_seen}, step)
+            metrics.flush()
+            writer.finish_pending(checkpoint, module.validation)
         write_results(run_dir / RESULTS, module, trainer, writer, identity, 0.0, step=step)
         for line in module.validation.lines():
             log.info(line)
     return module.validation
 
 
-def _check_checkpoint(path: Path, identity: dict, data: DataModule) -> int:
-    """Whether the run may go on from ``path``, before anything is written; returns the step it was taken at.
-
-    The checkpoint, which Lightning reads again, is let go of here: kept, it would lie in memory all through training.
-    """
-    checkpoint = read_checkpoint(path)
+def _check_checkpoint(checkpoint: dict, path: Path, identity: dict, data: DataModule) -> int:
+    """Whether the run may go on from ``checkpoint``, before anything is written; returns the step it was taken at."""
     check_identity(checkpoint, identity, path)
     data.load_state_dict(checkpoint[type(data).__qualname__])  # refuses another order of the data
     for line in changed_settings(checkpoint["selmodel"]["config"], identity["config"]):

@@ -14,7 +14,7 @@ from selmodel.data.sources import Source
 from selmodel.data.tasks import Task
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
-from selmodel.training.checkpoint import AtomicCheckpointIO
+from selmodel.training.checkpoint_file import AtomicCheckpointIO
 from selmodel.training.cluster import check_tasks, cluster_environment
 from selmodel.training.module import check_micro_batch_tokens
 

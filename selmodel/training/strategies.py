@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.checkpoint_file import read_checkpoint
 
 
 class FullySharded(ModelParallelStrategy):

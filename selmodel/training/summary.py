@@ -17,7 +17,8 @@ from selmodel.data.caching import write_atomically
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.errors import UserError
 from selmodel.inference.generation import generate, sampling_faults
-from selmodel.training.checkpoint import BEST, LAST, CheckpointWriter
+from selmodel.training.checkpoint import CheckpointWriter
+from selmodel.training.checkpoint_file import BEST, LAST
 from selmodel.training.module import LanguageModel
 
 log = logging.getLogger(__name__)

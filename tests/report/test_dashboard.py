@@ -14,7 +14,7 @@ from selmodel.report import dashboard
 from selmodel.report.dashboard import Images, Lines, Points, main, sections
 from selmodel.report.run import REPORTS
 from selmodel.training import module
-from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.checkpoint_file import read_checkpoint
 from selmodel.training.loggers import summary_metrics
 from selmodel.training.run import train
 from selmodel.training.wandb_run import AXES, STEP, recorded_config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.checkpoint_file import read_checkpoint
 from tests.conftest import TINY
 
 ROOT = Path(__file__).resolve().parent.parent.parent

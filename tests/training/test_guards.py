@@ -10,7 +10,7 @@ import torch
 
 from selmodel.errors import UserError
 from selmodel.training import module as module_file
-from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.checkpoint_file import read_checkpoint
 from selmodel.training.guards import Guards, without_update
 from selmodel.training.run import train
 

@@ -13,7 +13,7 @@ import torch
 
 from selmodel.attention import selection
 from selmodel.data.token_cache_writer import build_token_cache
-from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.checkpoint_file import read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.optim import AdamW
 from selmodel.training.run import train

@@ -13,7 +13,7 @@ import torch
 from selmodel.comparing import differences
 from selmodel.errors import UserError
 from selmodel.training import module
-from selmodel.training.checkpoint import read_checkpoint
+from selmodel.training.checkpoint_file import read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.resume import find_checkpoint
 from selmodel.training.run import train
@@ -200,12 +200,83 @@ def test_another_monitor_begins_anew(tmp_path, tiny):
     assert state["best_step"] > 5
 
 
-@pytest.mark.parametrize("damage", [b"", b"garbage", b"PK\x03\x04"], ids=["empty", "garbage", "cut"])
-def test_a_damaged_checkpoint_is_said_to_be(tmp_path, tiny, damage):
-    train(tiny(tmp_path / "run", "trainer.max_steps=1"))
-    (tmp_path / "run" / "last.ckpt").write_bytes(damage)
-    with pytest.raises(UserError, match=r"last\.ckpt: cannot be read"):
-        train(tiny(tmp_path / "run"))
+def flip(path, place=0.5):
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lambda path: path.write_bytes(b"")], ids=["flipped", "cut", "empty"])
+def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_path, tiny, damage, caplog):
+    """The run comes out as if nothing had happened; the damaged file is kept, and replaces nothing."""
+    caplog.set_level("INFO")
+    common = ("callbacks.checkpoint.every_n_steps=3", "optim.schedule_steps=12", "trainer.val_check_interval=4")
+    common += ("callbacks.checkpoint.monitor=null",)
+    train(tiny(tmp_path / "whole", *common))
+    run = tmp_path / "run"
+    train(tiny(run, *common, "trainer.max_steps=7"))  # checkpoints after 3, 6 and 7
+    damage(run / "last.ckpt")
+    damaged = (run / "last.ckpt").read_bytes()
+    train(tiny(run, *common))
+    assert f"{run / 'last.ckpt'}: " in caplog.text
+    assert f"resuming from {run / 'previous.ckpt'} at step 6" in caplog.text
+    assert (run / "last.ckpt.damaged").read_bytes() == damaged
+    for name, figure in (("train.csv", "train/loss"), ("validation.csv", "val/loss")):
+        ours, theirs = (column(tmp_path / which / name, figure) for which in ("run", "whole"))
+        assert {step: ours[step] for step in theirs} == theirs
+    for name in ("last.ckpt", "previous.ckpt"):
+        ours, theirs = (read_checkpoint(tmp_path / which / name) for which in ("run", "whole"))
+        for key, weight in theirs["state_dict"].items():
+            assert torch.equal(ours["state_dict"][key], weight)
+
+
+def test_of_two_damaged_ones_both_are_passed_over(tmp_path, tiny, caplog):
+    caplog.set_level("INFO")
+    common = ("callbacks.checkpoint.every_n_steps=3", "optim.schedule_steps=12", "trainer.val_check_interval=5")
+    run = tmp_path / "run"
+    train(tiny(run, *common, "trainer.max_steps=6"))  # best after 5 or 6
+    best = read_checkpoint(run / "best.ckpt")["selmodel"]["step"]
+    for name in ("last.ckpt", "previous.ckpt"):
+        flip(run / name)
+    train(tiny(run, *common, "trainer.max_steps=7"))
+    assert f"resuming from {run / 'best.ckpt'} at step {best}" in caplog.text
+    assert {path.name for path in run.glob("*.damaged")} == {"last.ckpt.damaged", "previous.ckpt.damaged"}
+
+
+def test_where_none_is_whole_nothing_is_begun_anew(tmp_path, tiny):
+    run = tmp_path / "run"
+    train(tiny(run, "trainer.max_steps=3"))
+    for path in run.glob("*.ckpt"):
+        cut(path)
+    before = {path.name: path.read_bytes() for path in run.glob("*.c*")}
+    with pytest.raises(UserError, match=r"none of its checkpoints is whole: last\.ckpt is cut off.*best\.ckpt is cut"):
+        train(tiny(run))
+    assert {path.name: path.read_bytes() for path in run.glob("*.c*")} == before
+
+
+def test_a_checkpoint_named_by_the_user_is_not_replaced_by_another(tmp_path, tiny):
+    run = tmp_path / "run"
+    train(tiny(run, "trainer.max_steps=3"))
+    flip(run / "last.ckpt")
+    with pytest.raises(UserError, match=r"last\.ckpt: its checksum does not fit .* beside it: best\.ckpt"):
+        train(tiny(tmp_path / "other", f"resume={run / 'last.ckpt'}"))
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew_and_tells_each_step_once(tmp_path, tiny):
+    run = tmp_path / "run"
+    train(tiny(run))
+    whole = column(run / "train.csv", "train/loss")
+    for path in run.glob("*.ckpt"):
+        path.unlink()
+    train(tiny(run))
+    assert column(run / "train.csv", "train/loss") == whole
+    assert len((run / "train.csv").read_text().splitlines()) == 1 + len(whole)
+    assert (run / "train.overtaken.csv").exists()
 
 
 @pytest.mark.parametrize("damage", ["", "step,trai", "7,1.0\n"], ids=["empty", "cut header", "no header"])
