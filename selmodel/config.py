@@ -22,7 +22,7 @@ from selmodel.naming import run_name
 
 TRAIN_KEYS = (
     "attention", "model", "data", "tokenizer", "optim", "trainer", "logger", "callbacks", "seed", "runs_root",
-    "run_dir", "resume", "cache_dir", "micro_batch_tokens", "compile", "sample", "plan", "sweep", "guards",
+    "run_dir", "resume", "cache_dir", "micro_batch_tokens", "compile", "sample", "plan", "replay", "sweep", "guards",
 )  # fmt: skip
 
 # Constructor parameters that the program fills in itself, so that no option can set them.

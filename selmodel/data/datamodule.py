@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from selmodel.data.documents import Documents, TextDocuments
 from selmodel.data.loader import TrainLoader
-from selmodel.data.stream import OPTIONS, Order
+from selmodel.data.stream import OPTIONS, Order, assignment
 from selmodel.data.validation import ValidationLoader, ValidationSet, read_validation_set
 from selmodel.errors import UserError
 
@@ -174,6 +174,15 @@ class DataModule(lightning.LightningDataModule):
         state = batch["state"]
         self.states[state[:, 0]] = state[:, 1:]
         self.step = int(batch["step"]) + 1
+
+    def place_of(self, batch: dict[str, Any]) -> str:
+        """Where in the corpus the first sequence of a training batch ends, for messages."""
+        stream, epoch, shard, row, _ = (int(value) for value in batch["state"][0])
+        names = self.documents.shards("train")
+        parts = assignment(stream, self.order.streams, len(names), self.order.seed, epoch)
+        if shard >= len(parts):
+            return f"epoch {epoch + 1}, stream {stream}, at the end of the epoch"
+        return f"epoch {epoch + 1}, stream {stream}, about row {row} of {names[parts[shard][0]]}"
 
     def state_dict(self) -> dict[str, Any]:
         """Where all streams stand, gathered from all ranks: call it on every rank.

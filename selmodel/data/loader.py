@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -234,6 +235,9 @@ class TrainLoader:
         pass
 
 
+# Asks a worker to print its stack on standard error.
+STACK_SIGNAL = signal.SIGRTMIN + 1
+
 # What a cluster or a terminal sends to every process of a job to say that it should stop.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -247,6 +251,7 @@ def _start_worker(worker: int) -> None:
     # only the training process decides: a worker stops when that says so, or is gone.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else signal.SIG_DFL)
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
 

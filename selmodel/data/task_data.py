@@ -148,6 +148,10 @@ class TaskDataModule(lightning.LightningDataModule):
         """Records that an optimizer step has used ``batch``: a run resumed here begins with the next one."""
         self.step = int(batch["step"]) + 1
 
+    def place_of(self, batch: dict[str, Any]) -> str:
+        """Nothing beyond the number of the batch, which makes its examples."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """{"step": index of the next batch, "order": what defines the batches}."""
         return {"step": self.step, "order": self._order_dict()}
@@ -208,6 +212,10 @@ class TaskLoader:
             step += 1
 
     # As in TrainLoader: the place is the data module's.
+    def place_of(self, batch: dict[str, Any]) -> str:
+        """Nothing beyond the number of the batch, which makes its examples."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

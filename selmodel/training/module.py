@@ -144,15 +144,19 @@ class LanguageModel(L.LightningModule):
         lr = self.optim.lr_at(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        if torch.isfinite(norm):
+        totals = self._sum_over_processes(torch.stack([total, memory_total]))
+        loss, norm = totals[0].item() / n_targets, norm.item()
+        fault = self.guards.fault_of(step, loss, norm)
+        if fault is None:
             optimizer.step()
-            self.guards.step_made()
         else:
             # Counted as a step all the same: steps, batches and the schedule stay together.
             with without_update(optimizer.optimizer):
                 optimizer.step()
-            mean = total.item() / max(self._count(batch), 1)
-            self.guards.step_skipped(step, batch, mean, self.trainer.log_dir and Path(self.trainer.log_dir))
+            self.guards.step_skipped(
+                step, fault, batch, loss, place=self.trainer.datamodule.place_of(batch),
+                directory=self.trainer.log_dir and Path(self.trainer.log_dir), rank=self.global_rank,
+            )  # fmt: skip
         self.trainer.datamodule.mark_trained(batch)
         self._settle(logging_step)
         self.timer.mark("optimizer")
@@ -160,13 +164,12 @@ class LanguageModel(L.LightningModule):
         self.tokens_seen += n_targets
         self.timer.step(n_targets)
         if logging_step:
-            totals = self._sum_over_processes(torch.stack([total, memory_total]))
             self._log_training(
                 step,
                 batch,
-                loss=totals[0].item() / n_targets,
+                loss=loss,
                 memory_loss=totals[1].item() / n_rows_global if self.model.memory_loss_eps else None,
-                norm=norm.item(),
+                norm=norm,
                 lr=lr,
             )
             self.timer.start()
@@ -215,13 +218,13 @@ class LanguageModel(L.LightningModule):
             "train/perplexity": math.exp(loss) if loss < 700 else math.inf,
             "train/lr": lr,
             "train/grad_norm": norm,
+            "train/grad_norm_max": self.guards.take_largest_norm(),  # of all steps since the last line
             "train/tokens": self.tokens_seen,
         }
         if memory_loss is not None:
             metrics["train/memory_loss"] = memory_loss
         if self.guards.skipped:
             metrics["train/skipped_steps"] = self.guards.skipped
-        self.guards.see_loss(step, loss)
         metrics |= self._selection_metrics(batch)
         figures = self.timer.take()
         metrics |= figures
@@ -284,11 +287,12 @@ class LanguageModel(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["tokens_seen"] = self.tokens_seen
-        checkpoint["skipped_steps"] = self.guards.skipped
+        checkpoint["guards"] = self.guards.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         self.tokens_seen = checkpoint["tokens_seen"]
-        self.guards.skipped = checkpoint.get("skipped_steps", 0)
+        if "guards" in checkpoint:
+            self.guards.load_state_dict(checkpoint["guards"])
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -39,8 +39,10 @@ from selmodel.training.loggers import CSVMetrics
 from selmodel.training.module import LanguageModel
 from selmodel.training.ownership import only_writer
 from selmodel.training.plan import print_plan
+from selmodel.training.replay import replay
 from selmodel.training.resume import changed_settings, check_identity, find_checkpoint
 from selmodel.training.setup import build_data, build_model, build_trainer, check_config, resolve_precision
+from selmodel.training.stall import StallWatch
 from selmodel.training.summary import RESULTS, announce, print_summary, results_step, write_results
 from selmodel.training.wandb_run import recorded_config, sweep_name, tags_of
 
@@ -51,7 +53,7 @@ def train(cfg: DictConfig) -> ValidationResult | None:
     """Train as ``cfg`` (``configs/train.yaml``) says, or go on with the run in its directory.
 
     Returns:
-        the last validation, or None when the run was already finished or only planned.
+        the last validation, or None when the run was already finished or only planned or a batch replayed.
 
     Raises:
         UserError: for every fault of configuration, data or checkpoint that the user can mend, before any training.
@@ -59,8 +61,11 @@ def train(cfg: DictConfig) -> ValidationResult | None:
     """
     check_config(cfg)
     run_dir = _run_dir(cfg)
-    if cfg.plan:
-        print_plan(cfg, run_dir)
+    if cfg.plan or cfg.replay is not None:
+        if cfg.plan:
+            print_plan(cfg, run_dir)
+        else:
+            replay(cfg.replay)
         with contextlib.suppress(OSError):  # Hydra made it; one that holds a run stays
             run_dir.rmdir()
         return None
@@ -102,6 +107,7 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
         callbacks=[
             writer,
             *others,
+            StallWatch(module.guards.stall_minutes),
             PendingValidation(writer),
             StopWhenExhausted(writer.save_last),
             StopOnSignal(writer),
