@@ -1,16 +1,18 @@
 # make quickstart   a small selective transformer in a few minutes on two CPU cores
 # make test         the tests (and the linter)
+# make faults       a hundred faults in real training runs, each of which must come back exactly (about ten minutes)
 # make slurm-test   the cluster's commands on a real SLURM, started for it on this machine
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: help quickstart install install-dev install-cluster test slurm-test lint format clean
+.PHONY: help quickstart install install-dev install-cluster test faults slurm-test lint format clean
 
 help:
 	@echo "make quickstart   build $(VENV) and train a small selective transformer (a few minutes, CPU)"
 	@echo "make test         build $(VENV) with the dev extra and run the linter and the tests; ARGS='-k name' selects"
+	@echo "make faults       strike real training runs a hundred times; the table goes into docs/RELIABILITY.md"
 	@echo "make slurm-test   start a SLURM on this machine (as root) and test submission, preemption and sweeps on it"
 	@echo "make install      only build $(VENV)"
 	@echo "make format       format and fix the code"
@@ -22,6 +24,9 @@ quickstart: install
 # Two test processes of one thread each: more threads than cores slow small models down many times.
 test: lint
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 $(ARGS)
+
+faults: install-dev
+	$(RUN) -m tests.faults.campaign --report docs/RELIABILITY.md $(ARGS)
 
 # Skips with the reason where no SLURM can be started.
 slurm-test: install-cluster

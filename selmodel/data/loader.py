@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -169,11 +172,16 @@ class TrainLoader:
         # ending workers of this process. So nothing is collected until the worker has set aside what it inherited.
         collecting = gc.isenabled()
         gc.disable()
+        others = set(multiprocessing.active_children())
         try:
-            return self._batches(iter(self._worker_loader(pieces)), step)
+            source = iter(self._worker_loader(pieces))
         finally:
             if collecting:
                 gc.enable()
+        _leave_dead_workers_to_the_wait()
+        processes = [process for process in multiprocessing.active_children() if process not in others]
+        _end_at_exit(processes)
+        return self._batches(source, step, processes)
 
     def _worker_loader(self, pieces: Pieces) -> DataLoader:
         return DataLoader(
@@ -190,14 +198,17 @@ class TrainLoader:
             multiprocessing_context=self.multiprocessing_context,
         )
 
-    def _batches(self, source: Iterator[dict[str, Any]], step: int) -> Iterator[dict[str, Any]]:
+    def _batches(
+        self, source: Iterator[dict[str, Any]], step: int, processes: Sequence[BaseProcess] = ()
+    ) -> Iterator[dict[str, Any]]:
         try:
             while True:
                 with self.around_wait():
-                    pieces = [next(source) for _ in range(max(self.workers, 1))]
+                    pieces = [self._next(source, processes) for _ in range(max(self.workers, 1))]
+                    for piece in pieces:
+                        if "error" in piece:
+                            raise piece["error"]
                 for worker, piece in enumerate(pieces):
-                    if "error" in piece:
-                        raise piece["error"]
                     if (piece["step"], piece["worker"]) != (step, worker):
                         raise RuntimeError(
                             f"worker pieces out of turn: expected step {step} of worker {worker}, got step "
@@ -209,7 +220,22 @@ class TrainLoader:
                 step += 1
         finally:
             # Ends the workers now, rather than when the last traceback that holds this frame is gone.
+            _wake(processes)
             del source
+            _end(processes)
+
+    def _next(self, source: Iterator[dict[str, Any]], processes: Sequence[BaseProcess]) -> dict[str, Any]:
+        try:
+            return next(source)
+        except RuntimeError as error:
+            dead = [process for process in processes if process.exitcode not in (None, 0)]
+            if not dead:
+                raise
+            ends = ", ".join(f"process {process.pid} by {_end_of(process.exitcode)}" for process in dead)
+            raise UserError(
+                f"data: of the data.workers={self.workers} processes that read the data, ended were {ends}. If memory "
+                "was short, lower data.workers or data.prefetch; the same command goes on"
+            ) from error
 
     def _join(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         shape = (self.order.batch_size // self.world_size, self.order.context_length + 1)
@@ -233,6 +259,38 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+def _leave_dead_workers_to_the_wait() -> None:
+    """Undo PyTorch's handler for the death of a worker, which raises in the middle of whatever is at work then.
+
+    The wait for the next batch notices it too, within seconds, and there the state of training is whole.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _wake(processes: Sequence[BaseProcess]) -> None:
+    """Let workers go on that someone has stopped: they would not end when they are asked to."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End workers that have not ended by themselves."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+
+
+def _end_at_exit(processes: Sequence[BaseProcess]) -> None:
+    """At the exit of this process, before multiprocessing waits for its children, without a limit."""
+    atexit.register(_end, processes)
+
+
+def _end_of(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 # Asks a worker to print its stack on standard error.

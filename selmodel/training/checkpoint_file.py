@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import os
 import tempfile
 from collections import OrderedDict
@@ -233,7 +234,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict:
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path | None, dict | None, list[tuple[Path, str]]]:
-    """The newest whole checkpoint of a run.
+    """The newest whole checkpoint of a run: ``last.ckpt``, unless another is of a later step and was written later.
 
     Returns:
         its path, its contents (both None where there is no checkpoint file at all), and the damaged ones that were
@@ -242,23 +243,19 @@ def newest_checkpoint(directory: Path) -> tuple[Path | None, dict | None, list[t
     Raises:
         UserError: there are checkpoints and none is whole, or one cannot be read at all.
     """
+    last, *others = (directory / name for name in (LAST, PREVIOUS, BEST))
+    candidates = sorted((path for path in others if path.exists()), key=_claimed_step, reverse=True)
+    if last.exists():
+        # A kill may come between best.ckpt and last.ckpt of one step. But one put in the place of last.ckpt by hand, to
+        # go back to it, is the one to take.
+        newer = [path for path in candidates if _claimed_step(path) > _claimed_step(last) and _is_later(path, last)]
+        candidates = [*newer, last, *(path for path in candidates if path not in newer)]
     passed: list[tuple[Path, str]] = []
-    found: list[tuple[int, Path, dict]] = []
-    for name in (LAST, PREVIOUS, BEST):
-        path = directory / name
-        if not path.exists():
-            continue
+    for path in candidates:
         try:
-            checkpoint = read_checkpoint(path)
+            return path, read_checkpoint(path), passed
         except DamagedCheckpoint as error:
             passed.append((path, error.reason))
-            continue
-        if name == LAST:  # no other is newer
-            return path, checkpoint, passed
-        found.append((checkpoint["selmodel"]["step"], path, checkpoint))
-    if found:
-        _, path, checkpoint = max(found, key=lambda one: one[0])
-        return path, checkpoint, passed
     if passed:
         raise UserError(
             f"{directory}: none of its checkpoints is whole: "
@@ -266,6 +263,19 @@ def newest_checkpoint(directory: Path) -> tuple[Path | None, dict | None, list[t
             + ". Put back a copy of one, or begin anew in another run_dir=..."
         )
     return None, None, []
+
+
+def _is_later(path: Path, other: Path) -> bool:
+    """Whether a file was written after another."""
+    return path.stat().st_mtime_ns >= other.stat().st_mtime_ns
+
+
+def _claimed_step(path: Path) -> float:
+    """The step that a checkpoint says it is of, without reading its tensors; below all where it cannot say."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["selmodel"]["step"]
+    except Exception:  # by the kind of damage; reading it whole will tell
+        return -math.inf
 
 
 def set_aside(path: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import lightning as L
 import torch
 
+from selmodel.errors import UserError
 from selmodel.training.checkpoint import CheckpointWriter
 from selmodel.training.cluster import (
     REQUEUE_SIGNALS,
@@ -107,6 +108,8 @@ def _without_signals() -> Iterator[None]:
 class StopOnSignal(L.Callback):
     """Turns a signal (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2) into a stop, ``last.ckpt`` written.
 
+    Where a wait for data fails, the state is saved too.
+
     In one process the stop comes at once where nothing of the state of training changes meanwhile: until the first step
     is done (a compilation may take minutes), while training waits for data, and during a validation, which is done
     anew when the run goes on. Elsewhere, and in several processes, which must agree, it comes after the current step,
@@ -125,6 +128,7 @@ class StopOnSignal(L.Callback):
         self._trainer: L.Trainer | None = None
         self._received: int | None = None
         self._stop: Interrupted | None = None  # raised where the state rests
+        self._failed_wait: Exception | None = None  # of a wait for data
         self._first_step = 0
         # "first": the first step of this start is not done, so that there is nothing to save; "rest": the state of
         # training does not change; "busy": it does, or files are written.
@@ -182,13 +186,26 @@ class StopOnSignal(L.Callback):
             self._raise()
         try:
             yield
+        except Exception as error:  # a shard that is gone, a worker that was killed
+            self._failed_wait = error
+            raise
         finally:
             self._phase = before
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """The stop has left the loops; now nothing else runs, and the state can be written."""
-        if exception is self._stop and exception.steps_made:
+        """The stop, or the failure of a wait for data, has left the loops; now the state can be written."""
+        if trainer.world_size > 1 or trainer.global_step == self._first_step:
+            return
+        if exception is self._stop:
             self._writer.save_last(trainer, module, final=True)
+        elif exception is self._failed_wait:
+            self._phase = "busy"
+            try:
+                self._writer.save_last(trainer, module, final=True)
+            except UserError as error:  # the data's fault is the one to tell of
+                log.error("%s", error)
+            else:
+                log.warning("the state after step %d is saved", trainer.global_step)
 
     # -- places where all processes agree -------------------------------------------------------------------
 

@@ -179,8 +179,16 @@ def test_the_newest_whole_one_is_found(tmp_path):
     write_checkpoint(content(4), tmp_path / BEST)
     assert newest_checkpoint(tmp_path)[0].name == BEST
     write_checkpoint(content(3), tmp_path / LAST)
+    write_checkpoint(content(4), tmp_path / BEST)
+    assert newest_checkpoint(tmp_path)[0].name == BEST  # a kill came between the two
+    write_checkpoint(content(4), tmp_path / LAST)
+    assert newest_checkpoint(tmp_path)[0].name == LAST
     write_checkpoint(content(5), tmp_path / LAST)
     assert newest_checkpoint(tmp_path)[0].name == LAST
+    write_checkpoint(content(3), tmp_path / PREVIOUS)
+    write_checkpoint(content(2), tmp_path / LAST)  # by hand, to go back
+    assert newest_checkpoint(tmp_path)[1]["selmodel"]["step"] == 2
+    write_checkpoint(content(3), tmp_path / PREVIOUS)
     (tmp_path / LAST).write_bytes(b"")
     path, found, passed = newest_checkpoint(tmp_path)
     assert (path.name, found["selmodel"]["step"]) == (BEST, 4)  # newer than the one before, of step 3

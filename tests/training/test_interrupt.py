@@ -128,7 +128,7 @@ def test_a_stop_does_not_wait_for_data(tmp_path, tiny, monkeypatch, workers):
         # In the process that trains: with a worker its wait, without one the reading itself.
         original = loader.TrainLoader._batches
 
-        def batches(self, source, step):
+        def batches(self, source, step, *others):
             def slow():
                 for count, piece in enumerate(source):
                     if count == 6:
@@ -136,7 +136,7 @@ def test_a_stop_does_not_wait_for_data(tmp_path, tiny, monkeypatch, workers):
                         time.sleep(30)
                     yield piece
 
-            return original(self, slow(), step)
+            return original(self, slow(), step, *others)
 
         patched.setattr(loader.TrainLoader, "_batches", batches)
         started = time.monotonic()
