@@ -70,8 +70,9 @@ def judge(fault: Fault, struck: str, next_start: str) -> None:
     if fault.lost > EVERY * (1 + outcome.damaged) and "could not be written" not in struck:
         fault.problems.append(f"{fault.lost} steps lost, from {outcome.at_step} to {step}")
     said = next_start.count("; passed over")
-    if said < outcome.damaged:  # more, where a start before was struck before it had renamed one
-        fault.problems.append(f"of {outcome.damaged} damaged checkpoints {said} were told of")
+    # Not of one older than what it went on from; again of one that the start before had no time to rename.
+    if outcome.damaged and not said:
+        fault.problems.append(f"went on past {outcome.damaged} damaged checkpoints and did not say so")
 
 
 def newest_step(run: Path) -> int:

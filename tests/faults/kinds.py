@@ -44,10 +44,27 @@ class Outcome:
     damaged: int = 0
 
 
-def _ended(training: Training, **others) -> Outcome:
+def _ended(training: Training, expected: Callable[[Outcome], str | None], **others) -> Outcome:
+    """Wait for the end of the process. ``expected`` says what is wrong with it; a run that is done may end with 0, for
+    nothing was left that the fault could have struck, and what it left is compared later."""
     at_step = last_step(training.run)
     seconds = training.wait_ended()
-    return Outcome(seconds, training.process.returncode, at_step=max(at_step, last_step(training.run)), **others)
+    code = training.process.returncode
+    outcome = Outcome(seconds, code, at_step=max(at_step, last_step(training.run)), went_on=code == 0, **others)
+    if not outcome.went_on and seconds is not None and (problem := expected(outcome)):
+        outcome.problems = (problem,)
+    return outcome
+
+
+def _says(training: Training, *words: str) -> Callable[[Outcome], str | None]:
+    """Expects the answer to a fault of the machine: exit status 2, and one of ``words`` in what it printed."""
+
+    def expected(outcome: Outcome) -> str | None:
+        if outcome.code == 2 and any(word in training.text() for word in words):
+            return None
+        return f"exit status {outcome.code}, without saying {' or '.join(map(repr, words))}"
+
+    return expected
 
 
 def sends(number: int) -> Callable[[Training, random.Random], Outcome]:
@@ -55,12 +72,15 @@ def sends(number: int) -> Callable[[Training, random.Random], Outcome]:
 
     def send(training: Training, generator: random.Random) -> Outcome:
         os.kill(training.process.pid, number)
-        outcome = _ended(training)
-        if number != signal.SIGKILL and outcome.code not in (128 + number, -number):
-            outcome.problems = (f"exit status {outcome.code} after {signal.Signals(number).name}",)
-        return outcome
+        return _ended(training, _answers(number))
 
     return send
+
+
+def _answers(number: int) -> Callable[[Outcome], str | None]:
+    """Expects the end by a signal: as a shell gives it, or, before the program has begun to listen, by the system."""
+    name = signal.Signals(number).name
+    return lambda outcome: None if outcome.code in (128 + number, -number) else f"status {outcome.code} after {name}"
 
 
 def limit_files(training: Training, generator: random.Random) -> Outcome:
@@ -74,10 +94,7 @@ def limit_files(training: Training, generator: random.Random) -> Outcome:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
         if not training.wait_until(lambda: training.ended, 2.0) or training.process.returncode == 0:
             return Outcome(0.0, at_step=last_step(training.run), went_on=True, note="for a while")
-    outcome = _ended(training, note="until it stopped")
-    if outcome.code != 2 or "could not be written" not in training.text():
-        outcome.problems = (f"exit status {outcome.code}, without saying that nothing can be written",)
-    return outcome
+    return _ended(training, _says(training, "could not be written", "cannot be written"), note="until it stopped")
 
 
 def fill_disk(training: Training, generator: random.Random) -> Outcome:
@@ -86,23 +103,20 @@ def fill_disk(training: Training, generator: random.Random) -> Outcome:
     with contextlib.suppress(OSError), filler.open("wb") as file:
         while True:
             file.write(b"\0" * 65536)
-    outcome = _ended(training)
-    filler.unlink()
-    if outcome.code != 2 or "No space left on device" not in training.text():
-        outcome.problems = (f"exit status {outcome.code}, without naming the full disk",)
-    return outcome
+    try:
+        return _ended(training, _says(training, "No space left on device"))
+    finally:
+        filler.unlink()
 
 
 def forbid_writing(training: Training, generator: random.Random) -> Outcome:
     """The folder of the run takes no new files, as a file system that was made read-only."""
+    training.run.mkdir(exist_ok=True)
     set_immutable(training.run, True)
     try:
-        outcome = _ended(training)
+        return _ended(training, _says(training, "could not be written", "cannot be written"))
     finally:
         set_immutable(training.run, False)
-    if outcome.code != 2 or "could not be written" not in training.text():
-        outcome.problems = (f"exit status {outcome.code}, without saying what cannot be written",)
-    return outcome
 
 
 def set_immutable(folder: Path, immutable: bool) -> None:
@@ -121,7 +135,7 @@ def damages(how: str, *names: str) -> Callable[[Training, random.Random], Outcom
 
     def damage(training: Training, generator: random.Random) -> Outcome:
         os.kill(training.process.pid, signal.SIGKILL)
-        outcome = _ended(training)
+        outcome = _ended(training, _answers(signal.SIGKILL))
         others = {"last.ckpt", "previous.ckpt", "best.ckpt"} - set(names)
         if not any((training.run / name).exists() for name in others):
             outcome.note = "killed alone, for there was no other checkpoint"
@@ -152,13 +166,10 @@ def remove_shard(training: Training, generator: random.Random) -> Outcome:
         ended = training.wait_until(lambda: training.ended, 20.0)
         if not ended:
             return Outcome(0.0, at_step=last_step(training.run), went_on=True, note="not needed again")
-        outcome = _ended(training)
+        # Before it has begun to read, the corpus as a whole is another.
+        return _ended(training, _says(training, shard.name, "source fingerprint"))
     finally:
         aside.rename(shard)
-    if outcome.code not in (0, 2) or (outcome.code == 2 and shard.name not in training.text()):
-        outcome.problems = (f"exit status {outcome.code}, without naming {shard.name}",)
-    outcome.went_on = outcome.code == 0
-    return outcome
 
 
 def kill_worker(training: Training, generator: random.Random) -> Outcome:
@@ -167,11 +178,7 @@ def kill_worker(training: Training, generator: random.Random) -> Outcome:
     if not workers:
         return Outcome(0.0, at_step=last_step(training.run), went_on=True, note="none was there")
     os.kill(generator.choice(workers), signal.SIGKILL)
-    outcome = _ended(training)
-    text = training.text()
-    if outcome.code != 2 or "by SIGKILL" not in text:
-        outcome.problems = (f"exit status {outcome.code}, without telling of the worker",)
-    return outcome
+    return _ended(training, _says(training, "by SIGKILL"))
 
 
 def stop_worker(training: Training, generator: random.Random) -> Outcome:
@@ -184,11 +191,9 @@ def stop_worker(training: Training, generator: random.Random) -> Outcome:
     if training.ended:
         return Outcome(0.0, training.process.returncode, at_step=last_step(training.run), went_on=True, note="finished")
     os.kill(training.process.pid, signal.SIGTERM)
-    outcome = _ended(training)
-    problems = () if told else ("the stall was not told of",)
-    if outcome.code != 128 + signal.SIGTERM:
-        problems += (f"exit status {outcome.code} after SIGTERM",)
-    outcome.problems = problems
+    outcome = _ended(training, _answers(signal.SIGTERM))
+    if not told:
+        outcome.problems += ("the stall was not told of",)
     return outcome
 
 
@@ -198,12 +203,12 @@ def kill_rank(training: Training, generator: random.Random) -> Outcome:
     if len(ranks) < 2:
         return Outcome(0.0, at_step=last_step(training.run), went_on=True, note="none was there")
     os.kill(generator.choice(ranks), signal.SIGKILL)
-    outcome = _ended(training)
+    outcome = _ended(training, lambda outcome: None)
     deadline = time.monotonic() + LIMIT
     while (left := training.session()) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
-        outcome.problems = (f"{len(left)} of its processes were still there after {LIMIT:.0f} s",)
+        outcome.problems += (f"{len(left)} of its processes were still there after {LIMIT:.0f} s",)
         training.kill_all()
     return outcome
 
