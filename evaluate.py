@@ -4,4 +4,4 @@ from selmodel.cli import main
 from selmodel.evaluation.run import evaluate
 
 if __name__ == "__main__":
-    main(evaluate, "evaluate")
+    main(evaluate, "evaluate", literal=("text",))

@@ -15,6 +15,7 @@ from selmodel.errors import UserError
 from selmodel.evaluation.accuracy import task_accuracy
 from selmodel.evaluation.budget_suite import budget_search
 from selmodel.evaluation.foreign import foreign_perplexity
+from selmodel.evaluation.maps import maps
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.evaluation.pruning import pruning, pruning_rules
 from selmodel.evaluation.setup import evaluation_trainer, output_path
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 EVALUATE_KEYS = (
     "checkpoint", "suite", "output", "precision", "cache_dir", "data", "trainer", "budgets", "rule", "n_sinks",
     "n_keys", "search", "lengths", "report", "sweep", "export", "export_dtype", "overwrite",
-    "like", "context_length", "hellaswag", "tasks", "num_fewshot", "limit", "batch_size",
+    "like", "context_length", "text", "hellaswag", "tasks", "num_fewshot", "limit", "batch_size",
 )  # fmt: skip
 
 
@@ -150,6 +151,7 @@ SUITES: dict[str, Callable[[DictConfig], object]] = {
     "pruning_rules": pruning_rules,
     "budget_search": budget_search,
     "task_accuracy": task_accuracy,
+    "maps": maps,
     "hellaswag": hellaswag,
     "lm_eval": lm_eval,
 }

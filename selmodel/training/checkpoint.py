@@ -216,6 +216,11 @@ class CheckpointWriter(L.Callback):
             set_random_state(state)
 
 
+def is_validation_pending(checkpoint: dict) -> bool:
+    """Whether a checkpoint was taken before the validation of its step, which a stop did not wait for."""
+    return checkpoint["callbacks"].get(CheckpointWriter.__qualname__, {}).get("validation_pending", False)
+
+
 def _settled_progress(state: dict, step: int) -> dict:
     """Lightning's loop state as it is between two optimizer steps.
 

@@ -185,10 +185,14 @@ class CSVMetrics(Logger):
         """The resolved configuration has a file of its own in the run's directory."""
 
     @rank_zero_only
-    def rewind(self, step: int) -> None:
-        """Set aside what an earlier start logged after ``step``, which the run now resumes from."""
+    def rewind(self, step: int, *, validation_pending: bool = False) -> None:
+        """Set aside what an earlier start logged after ``step``, which the run now resumes from.
+
+        validation_pending: the validation of ``step`` itself will be done again too.
+        """
         for name in ("train", "validation"):
-            moved = self._table(name).rewind(step, self.directory / f"{name}.overtaken.csv")
+            last = step - 1 if name == "validation" and validation_pending else step
+            moved = self._table(name).rewind(last, self.directory / f"{name}.overtaken.csv")
             if moved:
                 log.info("%d rows of %s.csv after step %d moved to %s.overtaken.csv", moved, name, step, name)
 

@@ -24,7 +24,7 @@ from selmodel.data.caching import write_atomically
 from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.evaluation.perplexity import ValidationResult
-from selmodel.training.checkpoint import CheckpointWriter
+from selmodel.training.checkpoint import CheckpointWriter, is_validation_pending
 from selmodel.training.checkpoint_file import remove_leftovers
 from selmodel.training.cluster import cluster_environment, is_first_process, parting_at_the_end
 from selmodel.training.guards import StopWhenExhausted
@@ -82,12 +82,13 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
     model = build_model(cfg, tokenizer)
     identity = _identity(cfg, run_dir, model, tokenizer, data)
     resume_from = step = None
-    damaged = []
+    damaged, pending = [], False
     if found is not None:
         resume_from, damaged = found.path, [path for path, _ in found.passed]
         for path, reason in found.passed:
             log.warning("%s: %s; passed over", path, reason)
         step = _check_checkpoint(found.checkpoint, resume_from, identity, data)
+        pending = is_validation_pending(found.checkpoint)
     del found  # kept, the checkpoint, which Lightning reads again, would lie in memory all through training
 
     module = LanguageModel(
@@ -129,7 +130,7 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
             return None
         log.info("resuming from %s at step %d", resume_from, step)
     if trainer.is_global_zero and (resume_from is None or resume_from.parent == run_dir):
-        metrics.rewind(step or 0)
+        metrics.rewind(step or 0, validation_pending=pending)
     with _log_file(run_dir / "train.log") if trainer.is_global_zero else contextlib.nullcontext():
         if trainer.is_global_zero:
             remove_leftovers(run_dir)
@@ -159,6 +160,7 @@ def _write_missing_results(
     trainer.validate(module, datamodule=data, ckpt_path=checkpoint, weights_only=True, verbose=False)
     if trainer.is_global_zero:
         if writer.validation_pending:
+            metrics.rewind(step, validation_pending=True)
             metrics.log_metrics(module.validation.metrics() | {"train/tokens": module.tokens_seen}, step)
             metrics.flush()
             writer.finish_pending(checkpoint, module.validation)

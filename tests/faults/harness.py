@@ -145,8 +145,8 @@ def last_step(run: Path) -> int:
 
 
 def resumed_at(text: str) -> int:
-    """The step that a process went on from, by what it said; 0 where it began anew."""
-    found = re.findall(r"resuming from .* at step (\d+)", text)
+    """The step that a process went on from, or found the run finished at, by what it said; 0 where it began anew."""
+    found = re.findall(r"(?:resuming from .* at|is finished:) step (\d+)", text)
     return int(found[-1]) if found else 0
 
 

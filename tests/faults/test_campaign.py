@@ -138,6 +138,7 @@ def test_what_a_run_said_and_wrote_is_read(finished, tmp_path):
     assert newest_step(tmp_path) == 0
     assert resumed_at("a\nresuming from x at step 3\nresuming from x at step 5\n") == 5
     assert resumed_at("nothing") == 0
+    assert resumed_at("/r is finished: step 60 of trainer.max_steps=60") == 60
     (run / "train.csv").write_text("step,train/loss\n8,1.0\n9,")
     assert [row["step"] for row in rows(run / "train.csv")] == ["8"]  # the half-written row is none
     assert is_validating(run)

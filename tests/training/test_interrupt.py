@@ -15,7 +15,7 @@ import torch
 from selmodel.data import loader
 from selmodel.errors import UserError
 from selmodel.model import Transformer
-from selmodel.training import checkpoint_file
+from selmodel.training import checkpoint, checkpoint_file
 from selmodel.training.checkpoint_file import read_checkpoint
 from selmodel.training.interrupt import Interrupted
 from selmodel.training.module import LanguageModel
@@ -118,6 +118,31 @@ def test_a_stop_does_not_wait_for_a_validation_which_is_done_anew(tmp_path, tiny
         json.loads((tmp_path / "parts" / "results.json").read_text())["best"]
         == (json.loads((tmp_path / "whole" / "results.json").read_text())["best"])
     )
+
+
+@pytest.mark.parametrize("step", [8, 12])
+def test_a_validation_done_anew_and_lost_again_is_told_once(tmp_path, tiny, monkeypatch, step):
+    """Killed after its figures were written, and before a checkpoint was."""
+    train(tiny(tmp_path / "whole", *COMMON))
+    with monkeypatch.context() as patched:
+        send_at(patched, LanguageModel, "validation_step", lambda self, *_: self.global_step == step)
+        with pytest.raises(Interrupted):
+            train(tiny(tmp_path / "parts", *COMMON))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_, **__):
+        raise Killed
+
+    for owner, name in ((checkpoint_file, "write_checkpoint"), (checkpoint, "write_checkpoint")):
+        monkeypatch.setattr(owner, name, killed)
+    with pytest.raises(Killed):
+        train(tiny(tmp_path / "parts", *COMMON))
+    assert str(step) in losses(tmp_path / "parts" / "validation.csv", "val/loss")
+    monkeypatch.undo()
+    train(tiny(tmp_path / "parts", *COMMON))
+    equal_files(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
