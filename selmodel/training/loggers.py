@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import logging
 import math
@@ -77,11 +78,13 @@ class Table:
                 raise
         line = io.StringIO(newline="")
         csv.DictWriter(line, self.columns).writerow({key: _text(value) for key, value in row.items()})
-        with self.path.open("ab") as file:
+        content = line.getvalue().encode()
+        # Without a buffer, which would try again to write its rest when the file is closed.
+        with self.path.open("ab", buffering=0) as file:
             size = file.tell()
             try:
-                file.write(line.getvalue().encode())
-                file.flush()
+                if file.write(content) != len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 with contextlib.suppress(OSError):
                     os.truncate(self.path, size)  # half a row would run into the next one

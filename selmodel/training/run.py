@@ -25,7 +25,13 @@ from selmodel.data.datamodule import DataModule
 from selmodel.data.tokenizer import Tokenizer
 from selmodel.evaluation.perplexity import ValidationResult
 from selmodel.training.checkpoint import CheckpointWriter, is_validation_pending
-from selmodel.training.checkpoint_file import remove_leftovers
+from selmodel.training.checkpoint_file import (
+    LAST,
+    read_checkpoint,
+    remove_leftovers,
+    set_aside,
+    write_checkpoint,
+)
 from selmodel.training.cluster import cluster_environment, is_first_process, parting_at_the_end
 from selmodel.training.guards import StopWhenExhausted
 from selmodel.training.interrupt import (
@@ -123,6 +129,8 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
                 "trainer.max_steps; for a new run, another run_dir=...",
                 run_dir, step, cfg.trainer.max_steps, run_dir,
             )  # fmt: skip
+            if trainer.is_global_zero and damaged:
+                _put_back(run_dir, resume_from, damaged)
             if resume_from.parent == run_dir and results_step(run_dir / RESULTS) != step:
                 return _write_missing_results(
                     run_dir, resume_from, step, trainer, module, data, writer, metrics, identity
@@ -149,6 +157,15 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
             sample = None if cfg.sample is None or model.is_sharded else build(cfg.sample)
             print_summary(run_dir, module, tokenizer, trainer, sample, cfg.seed)
     return module.validation
+
+
+def _put_back(run_dir: Path, whole: Path, damaged: list[Path]) -> None:
+    """Of a finished run: keep damaged checkpoints under another name, and let ``last.ckpt`` be the whole one."""
+    for path in damaged:
+        log.warning("%s: is damaged, kept as %s", path, set_aside(path).name)
+    if not (run_dir / LAST).exists():
+        write_checkpoint(read_checkpoint(whole), run_dir / LAST)
+        log.info("%s is %s again, which is of the same step", LAST, whole.name)
 
 
 def _write_missing_results(
@@ -259,4 +276,5 @@ def _log_file(path: Path) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # a full disk: what has been said is said on the screen too
+            handler.close()

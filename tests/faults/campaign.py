@@ -69,10 +69,8 @@ def judge(fault: Fault, struck: str, next_start: str) -> None:
     # Where saving had failed before, and was told of, the interval is since the last one that did not.
     if fault.lost > EVERY * (1 + outcome.damaged) and "could not be written" not in struck:
         fault.problems.append(f"{fault.lost} steps lost, from {outcome.at_step} to {step}")
-    said = next_start.count("; passed over")
-    # Not of one older than what it went on from; again of one that the start before had no time to rename.
-    if outcome.damaged and not said:
-        fault.problems.append(f"went on past {outcome.damaged} damaged checkpoints and did not say so")
+    if outcome.must_tell and "; passed over" not in next_start:
+        fault.problems.append("went on past a damaged checkpoint and did not say so")
 
 
 def newest_step(run: Path) -> int:

@@ -32,7 +32,7 @@ class Outcome:
         at_step: the last step logged when the fault came.
         problems: what it should have done and did not.
         went_on: it bore the fault and finished or went on training.
-        damaged: checkpoints that the next start has to pass over.
+        damaged: checkpoints that the next start cannot use; must_tell: and one of them is what it tries first.
     """
 
     seconds: float | None = 0.0
@@ -42,6 +42,7 @@ class Outcome:
     problems: tuple[str, ...] = ()
     went_on: bool = False
     damaged: int = 0
+    must_tell: bool = False
 
 
 def _ended(training: Training, expected: Callable[[Outcome], str | None], **others) -> Outcome:
@@ -151,6 +152,7 @@ def damages(how: str, *names: str) -> Callable[[Training, random.Random], Outcom
                 del content[generator.randrange(len(content)) :]
             path.write_bytes(content)
             outcome.damaged += 1
+            outcome.must_tell |= name == "last.ckpt"
         return outcome
 
     return damage

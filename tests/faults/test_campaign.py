@@ -40,7 +40,7 @@ def test_a_fault_that_came_back_has_no_problem():
         ),
         (struck(), "run directory: /r\n", "went on from step 0"),
         (struck(at_step=21 + EVERY), SAID, f"{EVERY + 1} steps lost, from {21 + EVERY} to 20"),
-        (struck(damaged=1), SAID, "went on past 1 damaged checkpoints and did not say so"),
+        (struck(damaged=1, must_tell=True), SAID, "went on past a damaged checkpoint and did not say so"),
     ],
 )
 def test_what_is_not_as_promised_is_a_problem(fault, text, problem):
@@ -49,7 +49,7 @@ def test_what_is_not_as_promised_is_a_problem(fault, text, problem):
 
 
 def test_steps_since_a_damaged_checkpoint_and_after_failed_saves_are_allowed():
-    fault = struck(damaged=1, at_step=20 + 2 * EVERY)
+    fault = struck(damaged=1, must_tell=True, at_step=20 + 2 * EVERY)
     judge(fault, "", "/r/last.ckpt: is empty; passed over\n" + SAID)
     assert fault.problems == []
     fault = struck(at_step=40)

@@ -1,6 +1,11 @@
+import contextlib
 import csv
 import math
+import resource
 
+import pytest
+
+from selmodel.errors import UserError
 from selmodel.training.loggers import CSVMetrics, Table, rows_logged, summary_metrics
 
 
@@ -88,3 +93,56 @@ def test_the_summary_is_of_the_last_and_of_the_best_validation(tmp_path):
     }  # fmt: skip
     assert (summary["final/step"], summary["final/tokens"]) == (5, 500)
     assert math.isnan(summary["final/loss"])
+
+
+# --- a disk that refuses ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def room_for(n_bytes):
+    """No file may grow beyond ``n_bytes``, as on a full disk: what is written is cut off there."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("room", [0, 1, 7, 11])
+def test_a_row_that_does_not_fit_leaves_nothing_of_itself(tmp_path, room):
+    """Whether none of it fits or half of it: half a row would run into the next one."""
+    table = Table(tmp_path / "train.csv")
+    table.append({"step": 1, "train/loss": 0.5})
+    before = table.path.read_text()
+    with room_for(len(before) + room), pytest.raises(OSError, match="File too large|No space left"):
+        table.append({"step": 12345, "train/loss": 0.25})
+    assert table.path.read_text() == before
+    table.append({"step": 3, "train/loss": 0.125})
+    assert [row["step"] for row in table.rows()] == ["1", "3"]
+
+
+def test_rows_wait_for_room_and_none_is_lost(tmp_path, caplog):
+    metrics = CSVMetrics(tmp_path)
+    metrics.log_metrics({"train/loss": 1.0}, 1)
+    size = (tmp_path / "train.csv").stat().st_size
+    with room_for(size + 3):
+        for step in (2, 3, 4):
+            metrics.log_metrics({"train/loss": float(step)}, step)
+        with pytest.raises(UserError, match=r"train\.csv in .* could not be written .*: 3 rows"):
+            metrics.flush()
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1  # once, not at every row
+    metrics.log_metrics({"train/loss": 5.0}, 5)
+    metrics.flush()
+    assert [row["step"] for row in read(tmp_path / "train.csv")] == ["1", "2", "3", "4", "5"]
+
+
+def test_a_new_column_that_cannot_be_added_is_tried_again(tmp_path):
+    metrics = CSVMetrics(tmp_path)
+    metrics.log_metrics({"train/loss": 1.0}, 1)
+    with room_for(10):
+        metrics.log_metrics({"train/loss": 2.0, "train/skipped_steps": 1}, 2)
+    assert (tmp_path / "train.csv").read_text() == "step,train/loss\n1,1.0\n"
+    metrics.log_metrics({"train/loss": 3.0, "train/skipped_steps": 1}, 3)
+    found = read(tmp_path / "train.csv")
+    assert [(row["step"], row["train/skipped_steps"]) for row in found] == [("1", ""), ("2", "1"), ("3", "1")]

@@ -235,6 +235,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_pat
             assert torch.equal(ours["state_dict"][key], weight)
 
 
+def test_of_a_finished_run_a_damaged_checkpoint_is_put_back_where_another_has_its_step(tmp_path, tiny, caplog):
+    caplog.set_level("INFO")
+    run = tmp_path / "run"
+    train(tiny(run, "trainer.max_steps=5"))
+    assert read_checkpoint(run / "best.ckpt")["selmodel"]["step"] == 5
+    whole = read_checkpoint(run / "last.ckpt")
+    flip(run / "last.ckpt")
+    assert train(tiny(run, "trainer.max_steps=5")) is None
+    assert "is finished: step 5" in caplog.text
+    assert (run / "last.ckpt.damaged").exists()
+    for key, weight in read_checkpoint(run / "last.ckpt")["state_dict"].items():
+        assert torch.equal(weight, whole["state_dict"][key])
+
+
 def test_of_two_damaged_ones_both_are_passed_over(tmp_path, tiny, caplog):
     caplog.set_level("INFO")
     common = ("callbacks.checkpoint.every_n_steps=3", "optim.schedule_steps=12", "trainer.val_check_interval=5")
