@@ -123,8 +123,9 @@ def maps(cfg: DictConfig) -> TextMap:
 def layer_maps(model: Transformer, ids: list[int], pruning: Pruning | None = None) -> list[LayerMap]:
     """Selection of every layer of ``model`` for the tokens ``ids``, of at most its context."""
     tokens = torch.tensor(ids, device=model.embedding.weight.device)[None]
-    with _recorded(model) as scores:
+    with recorded_scores(model) as found:
         model.forward(tokens)
+    scores = [S[0].float().cpu() for S in found]
     leaves = [None] * len(scores)
     if pruning is not None and pruning.budgets is not None:
         leaves = departures(model, ids, pruning)
@@ -132,18 +133,18 @@ def layer_maps(model: Transformer, ids: list[int], pruning: Pruning | None = Non
 
 
 @contextmanager
-def _recorded(model: Transformer) -> Iterator[list[Tensor]]:
-    """Collects S [n, n] of each layer, first to last, from the forward pass inside."""
+def recorded_scores(model: Transformer) -> Iterator[list[Tensor]]:
+    """Collects S [b, n, n] of each layer, first to last, from the forward pass inside; float32, float64 for float64."""
     scores: list[Tensor] = []
 
     def record(attention: Any, arguments: tuple) -> None:
-        x, rotary = arguments[:2]
+        x, rotary, document_ids = (*arguments, None, None)[:3]
         q, k, _ = attention.project(x, rotary)
         head = attention.selection_head
         queries, keys = q[:, head], k[:, head * attention.n_kv_heads // attention.n_heads]
         dtype = accumulation_dtype(q.dtype)
         logits = queries.to(dtype) * attention.head_dim**-0.5 @ keys.to(dtype).mT
-        scores.append(selection_scores(logits)[0].float().cpu())
+        scores.append(selection_scores(logits, document_ids))
 
     handles = [block.attention.register_forward_pre_hook(record) for block in model.blocks]
     try:

@@ -13,6 +13,7 @@ from selmodel.config import check_options, did_you_mean, plain
 from selmodel.data.caching import write_atomically
 from selmodel.errors import UserError
 from selmodel.evaluation.accuracy import task_accuracy
+from selmodel.evaluation.analysis import analysis
 from selmodel.evaluation.budget_suite import budget_search
 from selmodel.evaluation.foreign import foreign_perplexity
 from selmodel.evaluation.maps import maps
@@ -152,6 +153,7 @@ SUITES: dict[str, Callable[[DictConfig], object]] = {
     "budget_search": budget_search,
     "task_accuracy": task_accuracy,
     "maps": maps,
+    "analysis": analysis,
     "hellaswag": hellaswag,
     "lm_eval": lm_eval,
 }

@@ -72,7 +72,7 @@ def load_subject(cfg: DictConfig) -> Subject:
     Raises:
         UserError: for a model that cannot be had or used, budgets of a foreign one, and an unknown precision.
     """
-    device = _device(cfg.trainer.accelerator)
+    device = choose_device(cfg.trainer.accelerator)
     if is_foreign(cfg.checkpoint):
         if cfg.budgets is not None:
             raise UserError(
@@ -198,7 +198,8 @@ def _tokenizer(loaded: Any, what: str) -> Tokenizer:
     return tokenizer
 
 
-def _device(accelerator: str) -> torch.device:
+def choose_device(accelerator: str) -> torch.device:
+    """The device that ``trainer.accelerator`` asks for."""
     wanted = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}.get(accelerator)
     return torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
 

@@ -115,7 +115,7 @@ def test_a_row_that_does_not_fit_leaves_nothing_of_itself(tmp_path, room):
     table = Table(tmp_path / "train.csv")
     table.append({"step": 1, "train/loss": 0.5})
     before = table.path.read_text()
-    with room_for(len(before) + room), pytest.raises(OSError, match="File too large|No space left"):
+    with room_for(len(before) + room), pytest.raises(OSError, match=r"File too large|No space left"):
         table.append({"step": 12345, "train/loss": 0.25})
     assert table.path.read_text() == before
     table.append({"step": 3, "train/loss": 0.125})
