@@ -27,6 +27,7 @@ from selmodel.config import did_you_mean, register_resolvers
 from selmodel.errors import UserError
 from selmodel.sweep.status import ERROR_FILE
 from selmodel.training.interrupt import Interrupted
+from selmodel.trust import without_interpolation
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -89,11 +90,6 @@ def take_literals(arguments: list[str], names: Sequence[str]) -> dict[str, str]:
             texts[name] = text
             arguments.remove(argument)
     return texts
-
-
-def without_interpolation(text: str) -> str:
-    """``text`` as OmegaConf must be given it to give it back: ``${`` escaped, and backslashes before it doubled."""
-    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
 
 
 def _job(task: Callable[[DictConfig], object], texts: Mapping[str, str]) -> Callable[[DictConfig], object]:

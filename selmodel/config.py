@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from selmodel.errors import UserError
 from selmodel.naming import run_name
+from selmodel.privacy import secret_faults
 
 TRAIN_KEYS = (
     "attention", "model", "data", "tokenizer", "optim", "trainer", "logger", "callbacks", "seed", "runs_root",
@@ -82,6 +83,8 @@ def check_options(cfg: DictConfig, known: tuple[str, ...] = TRAIN_KEYS) -> None:
         if key not in known
     ]
     raw = OmegaConf.to_container(cfg, resolve=False)
+    if secrets := secret_faults(raw):  # before anything else could repeat them
+        raise UserError("\n".join(secrets))
     for path, node in _targets(raw):
         faults += _unknown_arguments(path, node, raw) or _wrong_types(path, OmegaConf.select(cfg, path))
     if faults:

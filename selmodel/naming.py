@@ -16,6 +16,7 @@ _WITHOUT_EFFECT = (
     "callbacks",
     "sample",
     "plan",
+    "replay",
     "guards",
     "sweep",
     "trainer",
@@ -23,7 +24,7 @@ _WITHOUT_EFFECT = (
     "hydra",
 )
 # Exceptions to the above: these do change what a run computes.
-_WITH_EFFECT = ("trainer.max_steps", "trainer.precision")
+_WITH_EFFECT = ("trainer.max_steps", "trainer.precision", "guards.skip_spikes")
 _LONGEST = 120  # characters; file systems allow 255 bytes, and checkpoint names and sweeps want room
 
 

@@ -8,9 +8,12 @@ a lost connection, never the end of the file.
 
 from __future__ import annotations
 
+import base64
 import email.utils
 import http.client
 import logging
+import netrc
+import os
 import random
 import time
 import urllib.error
@@ -18,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +180,7 @@ def _open_http(url: str, offset: int, timeout: float, headers: Mapping[str, str]
     """Yield (response positioned at byte `offset`, length of the whole file or None). last: last byte wanted."""
     # identity: a json.gz must arrive as it lies there, not unpacked on the way
     request = urllib.request.Request(url, headers={"Accept-Encoding": "identity", "User-Agent": "selmodel"})
-    for key, value in headers.items():
+    for key, value in {**_login(url), **headers}.items():
         # A redirect to a content network must not carry the Hub's token along.
         request.add_unredirected_header(key, value)
     if offset or last is not None:
@@ -194,6 +198,18 @@ def _open_http(url: str, offset: int, timeout: float, headers: Mapping[str, str]
     finally:
         if response is not None:
             response.close()
+
+
+def _login(url: str) -> dict[str, str]:
+    """The header for a login that ~/.netrc (or the file that NETRC names) has for the host; empty where it has none."""
+    try:
+        entry = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(url).hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return {}
+    # The default entry of a netrc is for anonymous FTP.
+    if entry is None or not entry[0] or not entry[2]:
+        return {}
+    return {"Authorization": "Basic " + base64.b64encode(f"{entry[0]}:{entry[2]}".encode()).decode()}
 
 
 def _check_status(response, offset: int, timeout: float) -> int | None:

@@ -152,7 +152,8 @@ def is_held(lock: Path) -> bool:
 
 def _max_steps(path: Path) -> int | None:
     try:
-        value = OmegaConf.select(OmegaConf.load(path), "trainer.max_steps")
+        # Without following references, which a stranger's file might make to the environment.
+        value = OmegaConf.to_container(OmegaConf.load(path), resolve=False)["trainer"]["max_steps"]
     except Exception:  # half written, or of another kind: many errors, one answer
         return None
     return value if isinstance(value, int) else None

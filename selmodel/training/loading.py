@@ -18,6 +18,7 @@ from selmodel.training.checkpoint_file import LAST, read_checkpoint
 from selmodel.training.module import LanguageModel
 from selmodel.training.resume import check_identity, load_weights
 from selmodel.training.setup import build_model
+from selmodel.trust import stored_config
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,14 @@ def load_run(checkpoint: str | Path) -> TrainedRun:
     """The run whose checkpoint, or whose folder (then its ``last.ckpt``), this is.
 
     Raises:
-        UserError: for a file that is missing, damaged, of another kind, or whose weights do not fit its model.
+        UserError: for a file that is missing, damaged, of another kind, whose weights do not fit its model, or whose
+            configuration names foreign code (``selmodel.trust``).
     """
     path = Path(checkpoint).expanduser()
     path = path / LAST if path.is_dir() else path
     content = read_checkpoint(path)
     stored = content["selmodel"]
-    config = OmegaConf.create(stored["config"])
+    config = OmegaConf.create(stored_config(stored["config"], path))
     tokenizer = Tokenizer.from_state(stored["tokenizer"])
     model = build_model(config, tokenizer)
     check_identity(content, {"architecture": model.options(), "tokenizer": stored["tokenizer"]}, path)

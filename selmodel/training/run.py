@@ -129,7 +129,7 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
                 "trainer.max_steps; for a new run, another run_dir=...",
                 run_dir, step, cfg.trainer.max_steps, run_dir,
             )  # fmt: skip
-            if trainer.is_global_zero and damaged:
+            if trainer.is_global_zero and resume_from.parent == run_dir:
                 _put_back(run_dir, resume_from, damaged)
             if resume_from.parent == run_dir and results_step(run_dir / RESULTS) != step:
                 return _write_missing_results(
@@ -160,12 +160,15 @@ def _train(cfg: DictConfig, run_dir: Path) -> ValidationResult | None:
 
 
 def _put_back(run_dir: Path, whole: Path, damaged: list[Path]) -> None:
-    """Of a finished run: keep damaged checkpoints under another name, and let ``last.ckpt`` be the whole one."""
+    """Of a finished run: keep damaged checkpoints under another name, and let ``last.ckpt`` be the finished one.
+
+    A kill between the last ``best.ckpt`` and the last ``last.ckpt`` leaves an older one there too.
+    """
     for path in damaged:
         log.warning("%s: is damaged, kept as %s", path, set_aside(path).name)
-    if not (run_dir / LAST).exists():
+    if whole.name != LAST:
         write_checkpoint(read_checkpoint(whole), run_dir / LAST)
-        log.info("%s is %s again, which is of the same step", LAST, whole.name)
+        log.info("%s is now what %s is", LAST, whole.name)
 
 
 def _write_missing_results(

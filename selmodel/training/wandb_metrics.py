@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from selmodel.errors import UserError
+from selmodel.privacy import public
 from selmodel.training import wandb_run
 from selmodel.training.loggers import rows_logged, summary_metrics
 from selmodel.training.wandb_run import LONGEST_TAG, STEP
@@ -41,7 +42,7 @@ class WandbMetrics(Logger):
             ``WANDB_MODE`` says; ``online``, ``offline`` and ``disabled`` are wandb's.
         system_metrics: whether wandb also records the use of processors, memory and GPU, and their kind.
         run_config: plain containers, recorded as the run's config without secrets
-            (``selmodel.training.wandb_run.public``).
+            (``selmodel.privacy.public``).
 
     Raises:
         UserError: for an unknown mode, ``online`` without a key, or a tag that wandb would refuse.
@@ -128,7 +129,7 @@ class WandbMetrics(Logger):
         run = self._open()
         run.define_metric(STEP, hidden=True)
         run.define_metric("*", step_metric=STEP)
-        run.config.update(wandb_run.public(self.run_config), allow_val_change=True)
+        run.config.update(public(self.run_config), allow_val_change=True)
         # Added, so that tags given to the run elsewhere stay.
         run.tags = tuple(dict.fromkeys((*(run.tags or ()), *self.tags)))
         return run, max(rows, run.starting_step)

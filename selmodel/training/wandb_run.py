@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from selmodel.data.caching import write_atomically
 from selmodel.errors import UserError
 from selmodel.naming import run_name
+from selmodel.privacy import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +37,8 @@ AXES = (
     "kind", "n_heads", "n_layers", "head_dim", "d_model", "context_length", "parameters", "attention_parameters",
     "memory_loss_eps",
 )  # fmt: skip
-HIDDEN = "***"
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Whole words between underscores, so that `micro_batch_tokens` and `live_keys` are none of them, nor is `eos_token`.
-_SECRET_NAME = re.compile(
-    r"(^|_)(password|passwd|secret|credentials?|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)token|(api|access|private)_?key)(_|$)",
-    re.IGNORECASE,
-)
-_SHORTEST_SECRET = 8  # characters; a shorter value of a variable would be found inside ordinary words
-_LOGIN_IN_URL = re.compile(r"(://)[^/\s@]+@")
-_QUERY_IN_URL = re.compile(r"(://[^\s?]*)\?\S+")
 
 
 # -- which run ------------------------------------------------------------------------------------------------
@@ -236,32 +228,3 @@ def recorded_config(identity: dict, parameters: dict[str, int]) -> dict:
         "memory_loss_eps": (config["attention"].get("memory_loss") or {}).get("eps", 0.0),
     }
     return config | facts | axes
-
-
-def public(value: Any, name: str = "") -> Any:
-    """``value``, in plain containers, as it may leave this machine.
-
-    Args:
-        name: of the option that holds it; a value under a name that speaks of a secret (``password``, ``hf_token``,
-            ``api_key``) is hidden unless it is null.
-    """
-    if isinstance(value, dict):
-        return {key: public(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [public(inner, name) for inner in value]
-    if value is not None and not isinstance(value, bool) and _SECRET_NAME.search(name):
-        return HIDDEN
-    return without_secrets(value) if isinstance(value, str) else value
-
-
-def without_secrets(text: str) -> str:
-    """``text`` without values of secret environment variables, logins and queries in URLs, and the home directory."""
-    for variable, secret in os.environ.items():
-        if len(secret) >= _SHORTEST_SECRET and _SECRET_NAME.search(variable):
-            text = text.replace(secret, HIDDEN)
-    option, equals, _ = text.partition("=")
-    if equals and _SECRET_NAME.search(option.rsplit(".", 1)[-1]):
-        text = f"{option}={HIDDEN}"
-    text = _QUERY_IN_URL.sub(rf"\1?{HIDDEN}", _LOGIN_IN_URL.sub(rf"\1{HIDDEN}@", text))
-    home = str(Path.home())
-    return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if home != "/" else text

@@ -243,7 +243,5 @@ class Moment:
 
 def made_a_step(training: Training) -> bool:
     """Whether the process itself has logged a step. An earlier start's rows are cut back when it begins."""
-    text = training.text()
-    if "resuming from" in text:
-        return last_step(training.run) > resumed_at(text)
-    return "run directory:" in text and last_step(training.run) > 0
+    text = training.text()  # it says where it lies after it has cut them back
+    return "run directory:" in text and last_step(training.run) > resumed_at(text)

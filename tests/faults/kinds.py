@@ -164,12 +164,15 @@ def remove_shard(training: Training, generator: random.Random) -> Outcome:
     shard = generator.choice(sorted((corpus / "en").glob("c4-train.*")))
     aside = corpus / f"aside-{shard.name}"
     shard.rename(aside)
+    begin = time.monotonic()
     try:
         ended = training.wait_until(lambda: training.ended, 20.0)
         if not ended:
             return Outcome(0.0, at_step=last_step(training.run), went_on=True, note="not needed again")
         # Before it has begun to read, the corpus as a whole is another.
-        return _ended(training, _says(training, shard.name, "source fingerprint"))
+        outcome = _ended(training, _says(training, shard.name, "source fingerprint"))
+        outcome.seconds = time.monotonic() - begin
+        return outcome
     finally:
         aside.rename(shard)
 

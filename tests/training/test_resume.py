@@ -249,6 +249,18 @@ def test_of_a_finished_run_a_damaged_checkpoint_is_put_back_where_another_has_it
         assert torch.equal(weight, whole["state_dict"][key])
 
 
+def test_of_a_finished_run_the_last_checkpoint_is_of_the_last_step(tmp_path, tiny):
+    """A kill came between best.ckpt and last.ckpt of the last step."""
+    run = tmp_path / "run"
+    train(tiny(run, "trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=3"))
+    assert read_checkpoint(run / "best.ckpt")["selmodel"]["step"] == 5
+    shutil.copy2(run / "previous.ckpt", run / "last.ckpt")
+    (run / "best.ckpt").touch()
+    assert read_checkpoint(run / "last.ckpt")["selmodel"]["step"] == 3
+    assert train(tiny(run, "trainer.max_steps=5", "callbacks.checkpoint.every_n_steps=3")) is None
+    assert read_checkpoint(run / "last.ckpt")["selmodel"]["step"] == 5
+
+
 def test_of_two_damaged_ones_both_are_passed_over(tmp_path, tiny, caplog):
     caplog.set_level("INFO")
     common = ("callbacks.checkpoint.every_n_steps=3", "optim.schedule_steps=12", "trainer.val_check_interval=5")

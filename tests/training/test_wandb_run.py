@@ -6,8 +6,8 @@ import pytest
 
 from selmodel.config import plain
 from selmodel.errors import UserError
-from selmodel.training import wandb_run
-from selmodel.training.wandb_run import known_id, public, resolve_mode, run_id, sweep_name, tags_of, without_secrets
+from selmodel.privacy import HIDDEN, public, without_secrets
+from selmodel.training.wandb_run import known_id, resolve_mode, run_id, sweep_name, tags_of
 
 
 @pytest.fixture(autouse=True)
@@ -124,4 +124,4 @@ def test_no_secret_leaves_by_name_by_value_or_in_a_url(tmp_path, monkeypatch):
 def test_no_option_of_a_run_is_taken_for_a_secret(tmp_path, tiny):
     config = plain(tiny(tmp_path / "run"))
     assert public(config) == config
-    assert wandb_run.HIDDEN not in str(public({"eos_token": "</s>", "micro_batch_tokens": 5, "live_keys": "auto"}))
+    assert HIDDEN not in str(public({"eos_token": "</s>", "micro_batch_tokens": 5, "live_keys": "auto"}))
