@@ -74,7 +74,8 @@ def test_kinds_of_tokens():
     expected = [
         "beginning of a word", "beginning of a word", "beginning of a word", "number", "inside of a word",
         "punctuation", "beginning of a word", "repeated piece of a word", "punctuation", "white space",
-        "beginning of a word", "inside of a word", "white space", "other", "end of a document", "repeated piece of a word", "punctuation",
+        "beginning of a word", "inside of a word", "white space", "other", "end of a document",
+        "repeated piece of a word", "punctuation",
     ]  # fmt: skip
     found = token_kinds(labels, ids)
     assert found[0] == -1
