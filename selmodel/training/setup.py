@@ -120,6 +120,12 @@ def check_trainer(options: dict) -> None:
         if name not in TRAINER_OPTIONS and not name.startswith("_"):
             instead = _INSTEAD.get(name, f"of lightning.Trainer's options these are: {', '.join(TRAINER_OPTIONS)}")
             faults.append(f"trainer.{name}={value}: not used here; {instead}")
+    if options.get("precision") in ("bf16-true", "16-true"):
+        faults.append(
+            f"trainer.precision={options['precision']}: weights in half precision stop moving when a step is less than "
+            "their rounding (1 part in 256 for bfloat16); expected auto, 32-true, or bf16-mixed, which computes in "
+            "half precision and keeps weights and moments in float32"
+        )
     for name in ("max_steps", "val_check_interval", "log_every_n_steps"):
         value = options.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
