@@ -109,3 +109,24 @@ def test_shared_out_weights_are_the_same_run_and_it_may_move(tmp_path, command):
     assert states[0].keys() == states[1].keys()
     for key, state in states[0].items():
         torch.testing.assert_close(states[1][key]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_two_jobs_of_two_processes_have_two_folders(tmp_path, corpus, cache_dir):
+    """The second process of a job begins with the same command; it must not run the sweep again."""
+    options = [option for option in TINY if not option.startswith(("trainer=", "trainer.max_steps"))]
+    result = subprocess.run(
+        [
+            sys.executable, str(ROOT / "train.py"), "-m", *options, f"data.root={corpus}", f"cache_dir={cache_dir}",
+            "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=4", "sample=null",
+            "attention=selective,standard", "sweep.name=both",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    sweep = tmp_path / "multirun" / "both"
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"attention-selective", "attention-standard"}
+    for name in ("attention-selective", "attention-standard"):
+        with (sweep / name / "train.csv").open(newline="") as file:
+            assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
+    assert not list(tmp_path.glob("runs*"))
