@@ -157,7 +157,17 @@ def hellaswag(folder: Path) -> list[str]:
     rows = read_table(folder, "hellaswag")
     if not rows:
         return ["Not run at a scale that could tell: models this small answer at chance."]
-    return [to_markdown(rows)]
+    best = max(float(row["acc_norm"]) for row in rows)
+    told = any(float(row["acc_norm"]) - float(row["chance"]) > 3 * float(row["stderr"]) for row in rows)
+    untold = (
+        f" The best, {best:.4f}, is within three standard errors of chance: models this small answer by chance, and the "
+        "claim cannot be told at this scale."
+    )
+    return [
+        "The whole validation set by lm-eval, no examples before a question. acc_norm: the ending that is likeliest "
+        "per character is the right one; stderr is its standard error." + ("" if told else untold),
+        to_markdown(rows),
+    ]
 
 
 def variable_assignment(folder: Path) -> list[str]:
