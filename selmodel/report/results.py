@@ -160,8 +160,8 @@ def hellaswag(folder: Path) -> list[str]:
     best = max(float(row["acc_norm"]) for row in rows)
     told = any(float(row["acc_norm"]) - float(row["chance"]) > 3 * float(row["stderr"]) for row in rows)
     untold = (
-        f" The best, {best:.4f}, is within three standard errors of chance: models this small answer by chance, and the "
-        "claim cannot be told at this scale."
+        f" The best, {best:.4f}, is within three standard errors of chance: models this small answer by chance, and "
+        "the claim cannot be told at this scale."
     )
     return [
         "The whole validation set by lm-eval, no examples before a question. acc_norm: the ending that is likeliest "
