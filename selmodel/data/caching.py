@@ -33,6 +33,13 @@ def write_atomically(path: Path, content: bytes) -> None:
             draft.unlink()
 
 
+def umask() -> int:
+    """The rights that new files of this process do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 @contextmanager
 def one_process(path: Path, what: str) -> Iterator[None]:
     """Hold the lock for making `path`, a file or folder; say so where another process holds it.

@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from selmodel.budgets import Pruning, read_budgets
+from selmodel.data.caching import umask
 from selmodel.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from selmodel.errors import UserError
 from selmodel.inference.model_card import model_card
@@ -114,7 +115,7 @@ def write_folder(
             model.save_pretrained(new)
         tokenizer.save_pretrained(new)
         for path in new.iterdir():  # some are written for their owner alone
-            path.chmod(0o666 & ~_umask())
+            path.chmod(0o666 & ~umask())
         (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         (new / "README.md").write_text(model_card(folder.name, record))
 
@@ -201,12 +202,6 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager

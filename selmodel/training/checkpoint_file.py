@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
+from selmodel.data.caching import umask
 from selmodel.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def write_checkpoint(checkpoint: dict, path: Path) -> None:
             os.fsync(file.fileno())
         if (fault := damage(temporary)) is not None:
             raise OSError(errno.EIO, f"what was written does not read back: {fault}")
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files that only their owner may read
+        os.chmod(temporary, 0o666 & ~umask())  # mkstemp makes files that only their owner may read
         if path.name == LAST and path.exists():
             _keep(path, path.with_name(PREVIOUS))
         os.replace(temporary, path)
@@ -292,12 +293,6 @@ def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files of checkpoints that a kill has cut short."""
     for path in directory.glob(".*.ckpt.*.tmp"):
         path.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _flush_directory(directory: Path) -> None:

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from selmodel import cli
 from selmodel.config import register_resolvers
+from selmodel.data.caching import umask
 from selmodel.errors import UserError
 from selmodel.evaluation.run import evaluate
 from selmodel.inference.export import to_hugging_face
@@ -125,7 +126,7 @@ def test_the_record_and_the_card_tell_figures_and_protocol_and_no_path(command, 
     for path in folder.iterdir():
         assert str(corpus).encode() not in path.read_bytes(), path
         assert str(Path.home()).encode() + b"/" not in path.read_bytes(), path
-        assert path.stat().st_mode & 0o777 == 0o666 & ~_umask(), path
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask(), path
 
 
 def test_a_checkpoint_without_figures_of_its_own_shows_none(command, trained, tmp_path):
@@ -269,9 +270,3 @@ def test_a_tokenizer_of_another_kind_is_not_exported():
 
     with pytest.raises(UserError, match="kind Own has no Hugging Face form"):
         to_hugging_face(Own())
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
