@@ -293,8 +293,8 @@ def _end_of(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-# Asks a worker to print its stack on standard error.
-STACK_SIGNAL = signal.SIGRTMIN + 1
+# Asks a worker to print its stack on standard error; None on systems without signals for such uses (macOS).
+STACK_SIGNAL = signal.SIGRTMIN + 1 if hasattr(signal, "SIGRTMIN") else None
 
 # What a cluster or a terminal sends to every process of a job to say that it should stop.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -309,7 +309,10 @@ def _start_worker(worker: int) -> None:
     # only the training process decides: a worker stops when that says so, or is gone.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else signal.SIG_DFL)
-    faulthandler.register(STACK_SIGNAL, all_threads=True)
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, all_threads=True)
+    if not hasattr(signal, "sigwaitinfo"):  # macOS: any SIGTERM ends a worker there
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
 

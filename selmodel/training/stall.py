@@ -103,7 +103,7 @@ def _child(process: Any) -> str:
     line = f"its process {process.pid} ({process.name}) is {_STATES.get(state, 'running')}"
     if state in ("T", "Z"):
         return f"{line}; kill -CONT {process.pid} wakes it" if state == "T" else line
-    if not _answers(process.pid, STACK_SIGNAL):  # any other would be ended by it
+    if STACK_SIGNAL is None or not _answers(process.pid, STACK_SIGNAL):  # any other would be ended by it
         return line
     os.kill(process.pid, STACK_SIGNAL)
     return f"{line}; its stack follows on standard error"
