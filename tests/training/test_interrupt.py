@@ -167,7 +167,7 @@ def test_a_stop_does_not_wait_for_data(tmp_path, tiny, monkeypatch, workers):
         started = time.monotonic()
         with pytest.raises(Interrupted, match=r"SIGTERM after step [56]") as stopped:
             train(tiny(tmp_path / "parts", *options))
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 28
     assert read_checkpoint(tmp_path / "parts" / "last.ckpt")["selmodel"]["step"] == stopped.value.step
     train(tiny(tmp_path / "parts", *options))
     equal_files(tmp_path / "parts", tmp_path / "whole")
