@@ -16,7 +16,6 @@ from torch import Tensor
 
 from selmodel.attention.selection import accumulate
 from selmodel.data.caching import write_atomically
-from selmodel.errors import UserError
 from selmodel.evaluation.maps import recorded_scores, token_labels
 from selmodel.evaluation.setup import output_path
 from selmodel.evaluation.subject import choose_device
@@ -64,8 +63,7 @@ def analysis(cfg: DictConfig) -> list[Row]:
         UserError: for a run on a synthetic task, whose tokens are of no kind.
     """
     run = load_run(cfg.checkpoint)
-    if run.config.data._target_.endswith("TaskDataModule"):
-        raise UserError("suite=analysis: is of runs on text; for a synthetic task expected suite=task_accuracy")
+    run.check_on_text("suite=analysis")
     overrides = {"validation_sequences": SEQUENCES, "validation_batch_size": BATCH}
     overrides |= {name: value for name, value in cfg.data.items() if value is not None}
     data = run.data(overrides, cache_dir=cfg.cache_dir)

@@ -49,6 +49,8 @@ def foreign_perplexity(cfg: DictConfig) -> ValidationResult:
         raise UserError("\n".join(faults))
     subject = load_subject(cfg)
     like = load_run(cfg.like) if cfg.like is not None else None
+    if like:
+        like.check_on_text(f"like={cfg.like}")
     reference = like.data(cfg.data, cache_dir=cfg.cache_dir) if like else None
     source = reference.source if reference else _source(cfg)
     length = _context_length(cfg, subject, like)

@@ -84,6 +84,7 @@ def load_subject(cfg: DictConfig) -> Subject:
 
 def _trained(cfg: DictConfig, device: torch.device) -> Subject:
     run = load_run(cfg.checkpoint)
+    run.check_on_text(f"suite={cfg.suite}")
     precision = cfg.precision or run.precision
     dtype, autocast = _arithmetic(precision)
     model = run.model.to(device, dtype).eval()

@@ -50,6 +50,13 @@ class TrainedRun:
         """Of the arithmetic it was trained and validated in, as in ``lightning.Trainer``."""
         return self.environment.get("precision", "auto")
 
+    def check_on_text(self, what: str) -> None:
+        """Refuse a run on a synthetic task for ``what``, which is of text. Raises UserError."""
+        if self.config.data._target_.endswith("TaskDataModule"):
+            raise UserError(
+                f"{what}: is for runs on text; for {self.path}, on a synthetic task, suite=task_accuracy is"
+            )
+
     def data(self, overrides: Mapping[str, Any] | None = None, *, cache_dir: str | Path) -> DataModule:
         """The run's data, ready to be read.
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-from types import SimpleNamespace
 
 import hydra
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from selmodel.cli import CONFIGS
 from selmodel.config import register_resolvers
 from selmodel.errors import UserError
-from selmodel.evaluation import analysis as analysis_file
 from selmodel.evaluation.analysis import KINDS, Calibration, MaskedByKind, PositionLoss, token_kinds
 from selmodel.evaluation.run import evaluate
 from selmodel.training.run import train
@@ -158,8 +155,24 @@ def test_the_batch_changes_nothing(command):
     assert [row.value for row in whole] == pytest.approx([row.value for row in parts], rel=1e-5, abs=1e-7)
 
 
-def test_a_run_on_a_task_is_refused(command, monkeypatch):
-    config = OmegaConf.create({"data": {"_target_": "selmodel.data.task_data.TaskDataModule"}})
-    monkeypatch.setattr(analysis_file, "load_run", lambda _: SimpleNamespace(config=config))
-    with pytest.raises(UserError, match="expected suite=task_accuracy"):
-        command("selective")
+@pytest.mark.parametrize(
+    "options",
+    [["suite=analysis", "checkpoint=RUN"], ["suite=hellaswag", "checkpoint=RUN"], ["checkpoint=hf:x", "like=RUN"]],
+)
+def test_a_run_on_a_task_is_refused_where_text_is_meant(options, tmp_path, cache_dir, monkeypatch):
+    from selmodel.evaluation import foreign
+
+    monkeypatch.setattr(foreign, "load_subject", lambda cfg: None)
+    if "suite=hellaswag" in options:
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        task = [
+            "data=parity", "model.depth=1", "model.d_model=16", "model.head_dim=8", "model.context_length=64",
+            "data.max_length=8", "data.lengths=[8]", "data.batch_size=4", "trainer=cpu", "trainer.max_steps=1",
+            f"run_dir={tmp_path / 'run'}", f"runs_root={tmp_path}", f"cache_dir={cache_dir}", "sample=null",
+        ]  # fmt: skip
+        train(hydra.compose("train", task))
+        options = [option.replace("RUN", str(tmp_path / "run")) for option in options]
+        cfg = hydra.compose("evaluate", [*options, f"cache_dir={cache_dir}", "trainer=cpu"])
+    with pytest.raises(UserError, match=r"is for runs on text; for .*last\.ckpt, on a synthetic task, suite=task_acc"):
+        evaluate(cfg)
