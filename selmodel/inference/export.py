@@ -108,7 +108,6 @@ def write_folder(
         model = SelModelForCausalLM(config)
     model.model = run.model.to(dtype)
     model.eval()
-    model.generation_config.max_length = run.model.context_length
     record = describe(run, str(dtype).removeprefix("torch."), kept)
     with _new_folder(folder) as new:
         with _quiet():
