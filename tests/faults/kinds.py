@@ -286,6 +286,7 @@ KINDS: dict[str, tuple[Callable[[Training, random.Random], Outcome], bool, bool]
     "shard removed": (remove_shard, False, False),
     "data worker killed": (kill_worker, False, False),
     "data worker stopped": (stop_worker, False, False),
+    "SIGTERM to one of two ranks": (sends(signal.SIGTERM), True, False),
     "one of two ranks killed": (kill_rank, True, False),
     "one of two ranks stopped": (stop_rank, True, False),
 }
@@ -293,5 +294,5 @@ WEIGHTS = {
     "SIGKILL": 4, "SIGTERM": 4, "SIGINT": 2, "SIGUSR1": 2, "quota (RLIMIT_FSIZE)": 2, "full disk (tmpfs)": 2,
     "read-only folder": 2, "newest checkpoint cut": 2, "newest checkpoint, a bit flipped": 2,
     "two newest checkpoints damaged": 1, "shard removed": 2, "data worker killed": 2, "data worker stopped": 2,
-    "one of two ranks killed": 2, "one of two ranks stopped": 1,
+    "SIGTERM to one of two ranks": 2, "one of two ranks killed": 2, "one of two ranks stopped": 1,
 }  # fmt: skip
