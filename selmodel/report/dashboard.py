@@ -98,7 +98,8 @@ def sections() -> dict[str, list[Lines | Points | Images]]:
         "Selection": selection,
         "Optimization and data": [
             Lines("learning rate", ("train/lr",)),
-            Lines("norm of the gradient before clipping", ("train/grad_norm",), log=True),
+            Lines("gradient norm before clipping; largest", ("train/grad_norm", "train/grad_norm_max"), log=True),
+            Lines("steps skipped so far by the guards", ("train/skipped_steps",)),
             Lines("tokens trained on", (TOKENS,)),
             Lines("tokens validated on", ("val/tokens",)),
         ],
